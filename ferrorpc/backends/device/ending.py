@@ -71,19 +71,17 @@ class Ending:
         self._exit_later = exit_later
         self._lock = threading.Lock()
         self._communicators: list[Communicator] = []
-        self._ended = False
         self._aborts = 0
         """How many are under way."""
         self._kept: list[tuple[Stream, Event | None, object]] = []
         self._lets_go = False
-        latch.watch(self._broken)
+        latch.watch(self._abort_all)
 
     def add(self, communicator: Communicator) -> None:
         """Adds a communicator. It is aborted at once if the generation has ended."""
         with self._lock:
             self._communicators.append(communicator)
-            late = self._ended
-        if late:
+        if self._latch.cause is not None:
             self._start_abort(communicator)
 
     def communicators(self) -> list[Communicator]:
@@ -91,17 +89,15 @@ class Ending:
         with self._lock:
             return self._communicators[::-1]
 
-    def _broken(self) -> None:
-        with self._lock:
-            self._ended = True
-            mine = list(self._communicators)
-        for communicator in mine:
+    def _abort_all(self) -> None:
+        for communicator in self.communicators():
             self._start_abort(communicator)
 
     def _start_abort(self, communicator: Communicator) -> None:
         """Aborts on a thread of its own: an abort waits until the GPU has run past what was launched, and that may wait for
         operations of other communicators, which have to be aborted at the same time."""
-        self._remove(communicator, aborts=1)
+        if not self._remove(communicator, aborts=1):
+            return
         over = threading.Event()
         stay = self._exit_later(self._seconds + FROZEN_SECONDS, EXIT_RETRY)
         with contextlib.suppress(LimitExceededError):  # then the exit above is the only one
@@ -150,11 +146,14 @@ class Ending:
                 self._start_abort(communicator)
         self._let_go_soon()
 
-    def _remove(self, communicator: Communicator, aborts: int = 0) -> None:
+    def _remove(self, communicator: Communicator, aborts: int = 0) -> bool:
+        """Whether it was there: it is aborted by who removes it, once."""
         with self._lock:
+            if communicator not in self._communicators:
+                return False
+            self._communicators.remove(communicator)
             self._aborts += aborts
-            if communicator in self._communicators:
-                self._communicators.remove(communicator)
+            return True
 
     def _closed(self, communicator: Communicator, until: float) -> bool:
         """Whether it is destroyed, or is still being destroyed, which waits for the other ranks of its host."""
