@@ -121,31 +121,24 @@ class IpcCommunicator(Communicator):
         return ""
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        """As `Communicator.all_reduce`."""
         self._begin(_ROUNDS, self._all_reduce(source, target, count, datatype, op, stream), stream)
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
-        """As `Communicator.reduce`."""
         self._begin(_ROUNDS, self._reduce(source, target, count, datatype, op, root, stream), stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        """As `Communicator.reduce_scatter`."""
         self._begin(_ROUNDS, self._reduce_scatter(source, target, count, datatype, op, stream), stream)
 
     def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
-        """As `Communicator.broadcast`."""
         self._begin(_ROUNDS, self._broadcast(source, target, count * _ITEM_BYTES[datatype], root, stream), stream)
 
     def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
-        """As `Communicator.all_gather`."""
         self._begin(_ROUNDS, self._all_gather(source, target, count * _ITEM_BYTES[datatype], stream), stream)
 
     def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        """As `Communicator.send`."""
         self._begin(("send", peer), self._messages[peer].send(source, count * _ITEM_BYTES[datatype], stream), stream)
 
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        """As `Communicator.recv`."""
         self._begin(("recv", peer), self._messages[peer].recv(target, count * _ITEM_BYTES[datatype], stream), stream)
 
     def grouped(self, calls: Callable[[], object]) -> None:
@@ -172,7 +165,6 @@ class IpcCommunicator(Communicator):
         self._end(ABORT_SECONDS)
 
     def destroy(self) -> None:
-        """As `Communicator.destroy`."""
         self._end(CLOSE_SECONDS)
 
     def _end(self, seconds: float) -> None:

@@ -29,17 +29,12 @@ class Features:
 class NcclApi(Protocol):
     """One binding."""
 
-    @property
-    def name(self) -> str:
-        """Which binding, such as "nccl4py"."""
-
-    @property
-    def version(self) -> int:
-        """That of the library, such as 22809 for 2.28.9."""
-
-    @property
-    def features(self) -> Features:
-        """What works with it."""
+    name: str
+    """Which binding, such as "nccl4py"."""
+    version: int
+    """That of the library, such as 22809 for 2.28.9."""
+    features: Features
+    """What works with it."""
 
     def unique_id(self) -> bytes:
         """ncclGetUniqueId: 128 bytes. Opens a socket and a thread in this process until it is used."""

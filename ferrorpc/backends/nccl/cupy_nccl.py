@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
 from ferrorpc.backends.device.freeing import FREEING
-from ferrorpc.backends.nccl.api import Features
+from ferrorpc.backends.nccl.api import Features, NcclApi
 from ferrorpc.errors import BackendUnavailableError, NcclError
 from ferrorpc.guard import SYSTEM_CLOCK
 
@@ -28,7 +28,7 @@ _NO_COLOR: Final = -1
 _CONNECT_LATER: Final = "NCCL_RUNTIME_CONNECT"
 
 
-class CupyNcclApi:
+class CupyNcclApi(NcclApi):
     """`NcclApi` on CuPy's binding.
 
     Args:
@@ -45,7 +45,6 @@ class CupyNcclApi:
         self.features = Features.of(self.version, non_blocking=False)
 
     def unique_id(self) -> bytes:
-        """As `NcclApi.unique_id`."""
         with self.refusals("ncclGetUniqueId"):
             return bytes(self.bindings.get_unique_id())
 
@@ -70,7 +69,7 @@ class CupyNcclApi:
             raise failed(call, int(missing.args[0]), "CuPy has no words for it") from None
 
 
-class CupyCommunicator:
+class CupyCommunicator(Communicator):
     """`Communicator` on CuPy's binding, initialised on a thread of its own.
 
     An abort frees what another thread may be using, so it waits for the call in progress, however long that takes.
@@ -145,31 +144,24 @@ class CupyCommunicator:
         return ""
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        """As `Communicator.all_reduce`."""
         self._call("ncclAllReduce", lambda nccl: nccl.allReduce(source, target, count, int(datatype), int(op), stream))
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
-        """As `Communicator.reduce`."""
         self._call("ncclReduce", lambda nccl: nccl.reduce(source, target, count, int(datatype), int(op), root, stream))
 
     def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        """As `Communicator.reduce_scatter`."""
         self._call("ncclReduceScatter", lambda nccl: nccl.reduceScatter(source, target, count, int(datatype), int(op), stream))
 
     def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
-        """As `Communicator.broadcast`."""
         self._call("ncclBroadcast", lambda nccl: nccl.broadcast(source, target, count, int(datatype), root, stream))
 
     def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
-        """As `Communicator.all_gather`."""
         self._call("ncclAllGather", lambda nccl: nccl.allGather(source, target, count, int(datatype), stream))
 
     def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        """As `Communicator.send`."""
         self._call("ncclSend", lambda nccl: nccl.send(source, count, int(datatype), peer, stream))
 
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        """As `Communicator.recv`."""
         self._call("ncclRecv", lambda nccl: nccl.recv(target, count, int(datatype), peer, stream))
 
     def grouped(self, calls: Callable[[], object]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
 from ferrorpc.backends.device.freeing import FREEING
-from ferrorpc.backends.nccl.api import Features
+from ferrorpc.backends.nccl.api import Features, NcclApi
 from ferrorpc.errors import BackendUnavailableError, NcclError
 
 MODULE: Final = "nccl.bindings.nccl"
@@ -22,7 +22,7 @@ NO_COLOR: Final = -1
 _STATES: Final = {int(state): state for state in State}
 
 
-class Nccl4pyApi:
+class Nccl4pyApi(NcclApi):
     """`NcclApi` on nccl4py.
 
     Args:
@@ -37,11 +37,9 @@ class Nccl4pyApi:
         self.features = Features.of(self.version)
 
     def unique_id(self) -> bytes:
-        """As `NcclApi.unique_id`."""
         return bytes(self.ask("ncclGetUniqueId", self._nccl.get_unique_id))
 
     def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
-        """As `NcclApi.init`."""
         config = self.config()
         ids = bytearray(b"".join(unique_ids))
         call = "ncclCommInitRank"
@@ -75,7 +73,7 @@ class Nccl4pyApi:
             raise failed(call, error.status, words() or str(error)) from None
 
 
-class Nccl4pyCommunicator:
+class Nccl4pyCommunicator(Communicator):
     """`Communicator` on nccl4py.
 
     An abort frees what another thread may be using. So each call holds a lock, never for long because none of them blocks; an
@@ -111,7 +109,6 @@ class Nccl4pyCommunicator:
         return before
 
     def state(self) -> State:
-        """As `Communicator.state`."""
         with self._lock:
             if self._is_gone:
                 raise self._gone_error("ncclCommGetAsyncError")
@@ -122,7 +119,6 @@ class Nccl4pyCommunicator:
                 return State.IN_PROGRESS
 
     def last_error(self) -> str:
-        """As `Communicator.last_error`."""
         with self._lock:
             return "" if self._is_gone else str(self._nccl.get_last_error(self._comm)).strip()
 
@@ -147,7 +143,6 @@ class Nccl4pyCommunicator:
                     self._api.refused("ncclGroupEnd", error, self.last_error)
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        """As `Communicator.all_reduce`."""
         with self._lock:
             if self._is_gone:
                 raise self._gone_error("ncclAllReduce")
@@ -157,46 +152,36 @@ class Nccl4pyCommunicator:
                 self._api.refused("ncclAllReduce", error, self.last_error)
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
-        """As `Communicator.reduce`."""
         self._ask("ncclReduce", self._nccl.reduce, source, target, count, datatype, op, root, self._comm, stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        """As `Communicator.reduce_scatter`."""
         self._ask("ncclReduceScatter", self._nccl.reduce_scatter, source, target, count, datatype, op, self._comm, stream)
 
     def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
-        """As `Communicator.broadcast`."""
         self._ask("ncclBroadcast", self._nccl.broadcast, source, target, count, datatype, root, self._comm, stream)
 
     def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
-        """As `Communicator.all_gather`."""
         self._ask("ncclAllGather", self._nccl.all_gather, source, target, count, datatype, self._comm, stream)
 
     def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        """As `Communicator.send`."""
         self._ask("ncclSend", self._nccl.send, source, count, datatype, peer, self._comm, stream)
 
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        """As `Communicator.recv`."""
         self._ask("ncclRecv", self._nccl.recv, target, count, datatype, peer, self._comm, stream)
 
     def split(self, color: int | None, key: int) -> Communicator | None:
-        """As `Communicator.split`."""
         config, part = self._api.config(), NO_COLOR if color is None else color
         made = self._ask("ncclCommSplit", self._nccl.comm_split, self._comm, part, key, config.ptr)
         self._splits.append(made)
         return None if color is None else Nccl4pyCommunicator(self._api, self._nccl, made)
 
     def abort(self) -> None:
-        """As `Communicator.abort`."""
         self._free("ncclCommAbort", self._nccl.comm_abort)
 
     def finalize(self) -> None:
-        """As `Communicator.finalize`."""
         self._ask("ncclCommFinalize", self._nccl.comm_finalize, self._comm)
 
     def destroy(self) -> None:
-        """As `Communicator.destroy`."""
         self._free("ncclCommDestroy", self._nccl.comm_destroy)
 
     def _free(self, call: str, function: Callable[..., Any]) -> None:

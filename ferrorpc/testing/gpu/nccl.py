@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
-from ferrorpc.backends.nccl.api import Features
+from ferrorpc.backends.nccl.api import Features, NcclApi
 from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeStream, Gpu, GpuFault, Machine
 from ferrorpc.testing.gpu.nccl_parts import Part, perform
 
@@ -98,7 +98,7 @@ class _Thread(threading.local):
     grouped: list[tuple[FakeCommunicator, Part, int]] | None = None
 
 
-class FakeApi:
+class FakeApi(NcclApi):
     """`NcclApi` on one fake GPU."""
 
     name = "fake"
@@ -113,13 +113,11 @@ class FakeApi:
         """An exception for `unique_id` to raise, to test what other ranks see then."""
 
     def unique_id(self) -> bytes:
-        """As `NcclApi.unique_id`."""
         if self.broken_mint is not None:
             raise self.broken_mint
         return self.world.mint()
 
     def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
-        """As `NcclApi.init`."""
         with self.world.machine.lock:
             meeting = self.world.meetings.setdefault(unique_ids[0], Meeting(size))
             if rank in meeting.ends or meeting.size != size:
@@ -127,7 +125,6 @@ class FakeApi:
             return FakeCommunicator(self, meeting, rank, completes=unique_ids[0] not in self.world.absent)
 
     def grouped(self, calls: Callable[[], object]) -> None:
-        """As `Communicator.grouped`."""
         parts: list[tuple[FakeCommunicator, Part, int]] = []
         self._thread.grouped = parts
         try:
@@ -146,7 +143,7 @@ class FakeApi:
             communicator.launch([part], stream)
 
 
-class FakeCommunicator:
+class FakeCommunicator(Communicator):
     """`Communicator` of one rank.
 
     Attributes:
@@ -182,7 +179,6 @@ class FakeCommunicator:
         return self.meeting.size
 
     def state(self) -> State:
-        """As `Communicator.state`."""
         with self._machine.lock:
             if self.aborted or self.destroyed:
                 raise failed("ncclCommGetAsyncError", State.INVALID_ARGUMENT, "the communicator is gone")
@@ -212,46 +208,36 @@ class FakeCommunicator:
         return bool(self.splits) and len(self.meeting.splits[self.splits - 1]) < self.size
 
     def last_error(self) -> str:
-        """As `Communicator.last_error`."""
         ends = list(self.meeting.ends.values())
         if len({end.api.version for end in ends}) > 1:
             return "Mismatched NCCL version detected"
         return "Duplicate GPU detected" if len({end.api.gpu.uuid for end in ends}) < len(ends) else ""
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        """As `Communicator.all_reduce`."""
         self.api.call(self, Part("all_reduce", source, target, count, datatype, op), stream)
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
-        """As `Communicator.reduce`."""
         self.api.call(self, Part("reduce", source, target, count, datatype, op, root), stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        """As `Communicator.reduce_scatter`."""
         self.api.call(self, Part("reduce_scatter", source, target, count, datatype, op), stream)
 
     def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
-        """As `Communicator.broadcast`."""
         self.api.call(self, Part("broadcast", source, target, count, datatype, None, root), stream)
 
     def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
-        """As `Communicator.all_gather`."""
         self.api.call(self, Part("all_gather", source, target, count, datatype), stream)
 
     def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        """As `Communicator.send`."""
         self.api.call(self, Part("send", source, 0, count, datatype, None, peer), stream)
 
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        """As `Communicator.recv`."""
         self.api.call(self, Part("recv", 0, target, count, datatype, None, peer), stream)
 
     def grouped(self, calls: Callable[[], object]) -> None:
-        """As `Communicator.grouped`."""
         self.api.grouped(calls)
 
     def split(self, color: int | None, key: int) -> Communicator | None:
-        """As `Communicator.split`."""
         self._check("ncclCommSplit")
         with self._machine.lock:
             if self._running:
@@ -264,7 +250,6 @@ class FakeCommunicator:
             return _Child(self, number, color)
 
     def abort(self) -> None:
-        """As `Communicator.abort`."""
         if self.stuck is not None:
             self.stuck.wait()
         machine, until = self._machine, time.monotonic() + STUCK_SECONDS
@@ -278,12 +263,10 @@ class FakeCommunicator:
                     raise GpuFault(f"an abort waits for {self._running} launches, and nothing moves")
 
     def finalize(self) -> None:
-        """As `Communicator.finalize`."""
         self._check("ncclCommFinalize")
         self.finalized = True
 
     def destroy(self) -> None:
-        """As `Communicator.destroy`."""
         if not self.finalized:
             raise failed("ncclCommDestroy", State.INVALID_USAGE, "finalize was not called")
         self.destroyed = True
