@@ -127,7 +127,6 @@ class CollectiveExecution(DeviceExecution):
         stays = self._on_host and prepared.on_host is not None
         self._sources: list[DeviceArray] = [] if stays else [self._uploaded(array) for array in inputs]
         self._targets: list[DeviceArray] = []
-        self._scratch: list[DeviceArray] = []
         self._everyones: list[Announced] = []
         if prepared.call.operation not in DESCRIBED:
             self._place()
@@ -232,7 +231,6 @@ class CollectiveExecution(DeviceExecution):
                     self._sources,
                     self._targets,
                     self._prepared.reduction,
-                    self._room,
                 )
                 self._launch.run()
         return True
@@ -268,11 +266,6 @@ class CollectiveExecution(DeviceExecution):
             for found, spec in zip(given, self.specs, strict=True)
         ]
         return any(found is None for found in given)
-
-    def _room(self, size_bytes: int) -> DeviceArray:
-        """Scratch memory for the communicator's stream alone."""
-        self._scratch.append(self.context.device.empty((size_bytes,), np.dtype(np.uint8), self.launch_queue.stream))
-        return self._scratch[-1]
 
     def _is_queued(self) -> bool:
         """Queues the copies that follow and records the end event, once all is launched. Returns whether that is done."""
@@ -328,12 +321,10 @@ class CollectiveExecution(DeviceExecution):
         return super().explain() if self._other is None else self._other.explain()
 
     def buffers_in_use(self) -> object:
-        if self._launch is None:
-            return None
-        return self._inputs, self._outputs, self._sources, self._targets, self._scratch, self._launch.after
+        return None if self._launch is None else (self._inputs, self._outputs, self._launch)
 
     def drop_references(self) -> None:
         if self._other is not None:
             self._other.finish()
         self.context.lanes.transport.mailbox.leave(self._key)
-        self._sources, self._scratch, self._launch = [], [], None
+        self._sources, self._launch = [], None

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+
 from ferrorpc.arrays.device import Device, DeviceArray, Stream
 from ferrorpc.backends.device.announcement import Announced
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op
@@ -29,7 +31,7 @@ class Launch:
         sources: this rank's inputs, on the GPU.
         targets: where results go, on the GPU, as `results_of` lists them.
         reduction: as `communicator.reduction` returns it; None for moves.
-        room: allocates scratch memory of so many bytes on the GPU, which lives as long as the operation.
+        scratch: memory for the communicator's stream alone.
         after: copies (target, source) on the GPU to be queued once the communicator has launched everything.
     """
 
@@ -42,7 +44,7 @@ class Launch:
     sources: Sequence[DeviceArray]
     targets: Sequence[DeviceArray]
     reduction: tuple[Op, DataType, int] | None
-    room: Callable[[int], DeviceArray]
+    scratch: list[DeviceArray] = field(default_factory=list)
     after: list[tuple[DeviceArray, DeviceArray]] = field(default_factory=list)
 
     def run(self) -> None:
@@ -52,6 +54,11 @@ class Launch:
     def address(self, array: DeviceArray) -> int:
         """The address of an array."""
         return self.device.pointer(array)
+
+    def room(self, size_bytes: int) -> DeviceArray:
+        """So many bytes of scratch memory."""
+        self.scratch.append(self.device.empty((size_bytes,), np.dtype(np.uint8), self.stream))
+        return self.scratch[-1]
 
     def reduced(self) -> tuple[Op, DataType, int]:
         """`reduction` of a call that has one."""
