@@ -128,10 +128,6 @@ class GroupContext:
         the program's blocking streams, as they would in the null stream."""
         return self.device.on(self.device.staging.downloads.stream)
 
-    def explain(self, label: str) -> str:
-        """What a launched operation may wait for. NCCL does not say which rank it is."""
-        return f"{label} waits for ranks {self.others}, or for what their GPUs and this one were given before it"
-
 
 def _nothing(execution: Execution) -> None:
     """The result of a watcher's Work: the caller got that of the operation by other ways."""

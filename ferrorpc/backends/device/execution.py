@@ -73,7 +73,8 @@ class DeviceExecution(InFlightExecution):
         return list(self.context.others)
 
     def explain(self) -> str:
-        return self.context.explain(self.label)
+        """NCCL does not say which rank it waits for."""
+        return f"{self.label} waits for ranks {self.context.others}, or for what their GPUs and this one were given before it"
 
     def timeout_error(self) -> FerroError:
         return deadline_error(self, self.context.lanes.session.described)
