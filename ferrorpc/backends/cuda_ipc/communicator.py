@@ -203,25 +203,25 @@ class IpcCommunicator(Communicator):
         item, rounds = _ITEM_BYTES[datatype], self._rounds
         digest = _digest("all_reduce", count, datatype, op)
         for first, size_bytes in _parts(count * item, rounds.slot_bytes):
-            yield from rounds.begin(stream)
+            yield from rounds.begin(stream, digest)
             self._ipc.copy(self._own.base + rounds.offset, source + first, size_bytes, stream)
-            rounds.publish(stream, digest)
-            yield from rounds.gather(stream, digest)
+            rounds.publish()
+            yield from rounds.gather()
             if self.size <= FOLD_ALL_RANKS_MAX:
                 self._fold(rounds.offset, size_bytes, target + first, datatype, op, stream)
             else:
-                yield from self._fold_slices(size_bytes, target + first, datatype, op, digest, stream)
-            rounds.leave(stream)
+                yield from self._fold_slices(size_bytes, target + first, datatype, op, stream)
+            rounds.leave()
 
-    def _fold_slices(self, size_bytes: int, target: int, datatype: DataType, op: Op, digest: int, stream: int) -> Waits:
+    def _fold_slices(self, size_bytes: int, target: int, datatype: DataType, op: Op, stream: int) -> Waits:
         rounds = self._rounds
         step = -(-size_bytes // (self.size * SLICE_BYTES)) * SLICE_BYTES
         slices = [(min(rank * step, size_bytes), min((rank + 1) * step, size_bytes)) for rank in range(self.size)]
         first, last = slices[self.rank]
         self._fold(rounds.offset + first, last - first, self._own.base + rounds.offset + first, datatype, op, stream)
-        rounds.publish(stream, digest, phase=1)
+        rounds.publish(phase=1)
         self._ipc.copy(target + first, self._own.base + rounds.offset + first, last - first, stream)
-        yield from rounds.gather(stream, digest, phase=1)
+        yield from rounds.gather(phase=1)
         for peer in self._peers:
             first, last = slices[peer.rank]
             self._ipc.copy(target + first, peer.base + rounds.offset + first, last - first, stream)
@@ -230,41 +230,41 @@ class IpcCommunicator(Communicator):
         item, rounds = _ITEM_BYTES[datatype], self._rounds
         digest = _digest("reduce", count, datatype, op, root)
         for first, size_bytes in _parts(count * item, rounds.slot_bytes):
-            yield from rounds.begin(stream)
+            yield from rounds.begin(stream, digest)
             self._ipc.copy(self._own.base + rounds.offset, source + first, size_bytes, stream)
-            rounds.publish(stream, digest)
+            rounds.publish()
             if self.rank == root:
-                yield from rounds.gather(stream, digest)
+                yield from rounds.gather()
                 self._fold(rounds.offset, size_bytes, target + first, datatype, op, stream)
-            rounds.leave(stream)
+            rounds.leave()
 
     def _reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> Waits:
         item, rounds = _ITEM_BYTES[datatype], self._rounds
         digest = _digest("reduce_scatter", count, datatype, op)
         most = rounds.slot_bytes // self.size // SLICE_BYTES * SLICE_BYTES
         for first, size_bytes in _parts(count * item, most):
-            yield from rounds.begin(stream)
+            yield from rounds.begin(stream, digest)
             for peer in range(self.size):
                 place = self._own.base + rounds.offset + peer * most
                 self._ipc.copy(place, source + peer * count * item + first, size_bytes, stream)
-            rounds.publish(stream, digest)
-            yield from rounds.gather(stream, digest)
+            rounds.publish()
+            yield from rounds.gather()
             self._fold(rounds.offset + self.rank * most, size_bytes, target + first, datatype, op, stream)
-            rounds.leave(stream)
+            rounds.leave()
 
     def _broadcast(self, source: int, target: int, size_bytes: int, root: int, stream: int) -> Waits:
         rounds = self._rounds
         digest = _digest("broadcast", size_bytes, root)
         for first, part_bytes in _parts(size_bytes, rounds.slot_bytes):
-            yield from rounds.begin(stream)
+            yield from rounds.begin(stream, digest)
             if self.rank == root:
                 self._ipc.copy(self._own.base + rounds.offset, source + first, part_bytes, stream)
-            rounds.publish(stream, digest)
+            rounds.publish()
             if self.rank != root:
                 peer = self._by_rank[root]
-                yield from rounds.gather(stream, digest, peers=[peer])
+                yield from rounds.gather(peers=[peer])
                 self._ipc.copy(target + first, peer.base + rounds.offset, part_bytes, stream)
-            rounds.leave(stream)
+            rounds.leave()
         if self.rank == root:
             self._ipc.copy(target, source, size_bytes, stream)
 
@@ -272,14 +272,14 @@ class IpcCommunicator(Communicator):
         rounds = self._rounds
         digest = _digest("all_gather", size_bytes)
         for first, part_bytes in _parts(size_bytes, rounds.slot_bytes):
-            yield from rounds.begin(stream)
+            yield from rounds.begin(stream, digest)
             self._ipc.copy(self._own.base + rounds.offset, source + first, part_bytes, stream)
-            rounds.publish(stream, digest)
-            yield from rounds.gather(stream, digest)
+            rounds.publish()
+            yield from rounds.gather()
             for peer in self._peers:
                 place = target + peer.rank * size_bytes + first
                 self._ipc.copy(place, peer.base + rounds.offset, part_bytes, stream)
-            rounds.leave(stream)
+            rounds.leave()
         self._ipc.copy(target + self.rank * size_bytes, source, size_bytes, stream)
 
     def _fold(self, offset: int, size_bytes: int, target: int, datatype: DataType, op: Op, stream: int) -> None:

@@ -35,6 +35,7 @@ class Rounds:
         self._own = own
         self._peers = peers
         self._round = 0
+        self._digest = 0
         self._streams = [0] * SLOTS
         """The stream of the latest round in each slot."""
 
@@ -43,8 +44,9 @@ class Rounds:
         """The offset of this round's slot in every rank's slab."""
         return self._round % SLOTS * self.slot_bytes
 
-    def begin(self, stream: int) -> Waits:
-        """Returns once this rank may queue writes to its slot in that stream."""
+    def begin(self, stream: int, digest: int) -> Waits:
+        """Returns once this rank may queue writes to its slot in that stream, where all of the round is. Peers know the
+        operation by its digest."""
         slot, needed = self._round % SLOTS, self._round - SLOTS + 1
         if needed > 0:
             for peer in self._peers:
@@ -53,30 +55,30 @@ class Rounds:
                 self._ipc.wait(stream, peer.left[slot])
             if stream != self._streams[slot]:  # in which this rank may still read its own slot
                 self._ipc.wait(stream, self._own.events[control_block.left(slot)])
-        self._streams[slot] = stream
+        self._streams[slot], self._digest = stream, digest
 
-    def publish(self, stream: int, digest: int, phase: int = 0) -> None:
+    def publish(self, phase: int = 0) -> None:
         """Makes what the stream has written to the slot readable: phase 0 this rank's part, 1 its slice of the result."""
         slot = self._round % SLOTS
-        self._ipc.record(self._own.events[control_block.staged(slot, phase)], stream)
-        self._own.words[DIGEST + slot] = digest
+        self._ipc.record(self._own.events[control_block.staged(slot, phase)], self._streams[slot])
+        self._own.words[DIGEST + slot] = self._digest
         self._own.words[STAGED] = 2 * self._round + 1 + phase
 
-    def gather(self, stream: int, digest: int, phase: int = 0, peers: Iterable[Peer] | None = None) -> Waits:
-        """Returns once that stream may read what the peers (None: all of them) have published.
+    def gather(self, phase: int = 0, peers: Iterable[Peer] | None = None) -> Waits:
+        """Returns once the stream may read what the peers (None: all of them) have published.
 
         It waits without a deadline for a peer that is in another operation: the operation's probes find and report that.
         """
         slot, needed = self._round % SLOTS, 2 * self._round + 1 + phase
         for peer in self._peers if peers is None else peers:
-            while peer.words[STAGED] < needed or peer.words[DIGEST + slot] != digest:
+            while peer.words[STAGED] < needed or peer.words[DIGEST + slot] != self._digest:
                 yield
-            self._ipc.wait(stream, peer.staged[2 * slot + phase])
+            self._ipc.wait(self._streams[slot], peer.staged[2 * slot + phase])
 
-    def leave(self, stream: int) -> None:
+    def leave(self) -> None:
         """Ends the round on this rank, which has queued all its reads."""
         slot = self._round % SLOTS
-        self._ipc.record(self._own.events[control_block.left(slot)], stream)
+        self._ipc.record(self._own.events[control_block.left(slot)], self._streams[slot])
         self._round += 1
         self._own.words[LEFT] = self._round
 
