@@ -164,12 +164,7 @@ class _Subgroup(MessageBackend):
             control=parent.control,
             basis=parent.basis.among([parent.world_ranks.index(rank) for rank in world]),
         )
-        self._parent = parent
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """As its parent's."""
-        return self._parent.name
+        self.name = parent.name  # type: ignore[misc]
 
     def close(self) -> None:
         """Frees what only this group's operations used. The lanes belong to the world."""
