@@ -71,7 +71,7 @@ def join_labels(backend: str, asked: int | None, local_rank: int | None) -> dict
     """
     if backend == "cuda_ipc":
         return {_GPU: device_for(asked, local_rank).uuid}
-    if backend not in NEEDING and not (backend == "auto" and _works_on_gpus()):
+    if backend not in NEEDING and not (backend == "auto" and ("cupy" in sys.modules or uses_gpus())):
         return {}
     from ferrorpc.backends.nccl.choose import open_nccl
 
@@ -86,37 +86,24 @@ def join_labels(backend: str, asked: int | None, local_rank: int | None) -> dict
     return found
 
 
-def _works_on_gpus() -> bool:
-    """Whether the program has imported CuPy, or begun to use a GPU through torch."""
-    return "cupy" in sys.modules or uses_gpus()
-
-
-def nccl_obstacle(peers: Sequence[Peer]) -> str:
-    """Why these members cannot use NCCL together, as text; empty where they can."""
+def nccl_usable(peers: Sequence[Peer]) -> bool:
+    """Whether "auto" uses NCCL for GPU arrays. Logs the reason where some members have GPUs and it does not."""
     labels = [dict(peer.labels) for peer in peers]
     without = [str(rank) for rank, label in enumerate(labels) if _NCCL not in label]
     if without:
-        return f"ranks {', '.join(without)} have no GPU that CuPy and NCCL can use, or had not begun to use one"
-    from ferrorpc.backends.nccl.identity import Identity, judge
+        reason = f"ranks {', '.join(without)} have no GPU that CuPy and NCCL can use, or had not begun to use one"
+    else:
+        from ferrorpc.backends.nccl.identity import Identity, judge
 
-    try:
-        judge(
-            [
-                Identity(label[_GPU], int(label[_NCCL]), "its binding", peer.host)
-                for label, peer in zip(labels, peers, strict=True)
-            ]
-        )
-    except BackendUnavailableError as error:
-        return error.reason
-    return ""
-
-
-def nccl_usable(peers: Sequence[Peer]) -> bool:
-    """Whether "auto" uses NCCL for GPU arrays. Logs the reason where some members have GPUs and it does not."""
-    reason = nccl_obstacle(peers)
-    if reason and any(label == _GPU for peer in peers for label, _ in peer.labels):
+        members = zip(labels, peers, strict=True)
+        try:
+            judge([Identity(label[_GPU], int(label[_NCCL]), "its binding", peer.host) for label, peer in members])
+            return True
+        except BackendUnavailableError as error:
+            reason = error.reason
+    if any(_GPU in label for label in labels):
         _log.warning("backend 'auto' does without NCCL: %s", reason)
-    return not reason
+    return False
 
 
 def shares_gpu(peers: Sequence[Peer]) -> bool:
