@@ -66,11 +66,8 @@ class Departures:
                     self._heard[rank] = json.loads(self._session.store.get(name, 0))
         except (FerroError, ValueError):  # then all are needed
             pass
-        return [rank for rank in ranks if self._launched_by(rank, key) <= number]
-
-    def _launched_by(self, rank: int, key: Key) -> int:
-        found = self._heard.get(rank, {}).get(str(key.group))
-        return 0 if found is None else found[key.stream > 0]
+        group, order = str(key.group), int(key.stream > 0)
+        return [rank for rank in ranks if self._heard.get(rank, {}).get(group, [0, 0])[order] <= number]
 
     @property
     def _prefix(self) -> str:
