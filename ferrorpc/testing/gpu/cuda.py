@@ -223,14 +223,14 @@ class _Stream:
 
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None) -> None:
         """`non_blocking` and `priority` change nothing: neither waits for the null stream nor contention is modelled."""
-        self.device_id = -1 if null or ptds else self.driver.thread.device
         self._own = None
-        if not (null or ptds):
-            self.driver.check()
-            self._own = self.driver.gpu.new_stream()
-        if self._own is None:
+        if null or ptds:
+            self.device_id = -1
             self.ptr = PER_THREAD if ptds else 0
         else:
+            self.driver.check()
+            self._own = self.driver.gpu.new_stream()
+            self.device_id = self.driver.thread.device
             self.ptr = self._own.pointer
 
     def __del__(self) -> None:

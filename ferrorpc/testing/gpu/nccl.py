@@ -124,6 +124,7 @@ class FakeCommunicator(Communicator):
     Attributes:
         broken: an asynchronous error; tests set it to simulate network failures.
         aborted: whether `abort` was called.
+        ended: how many launches have ended.
         stuck: makes `abort` block until this event is set, as bugs of NCCL have done.
     """
 
@@ -139,8 +140,8 @@ class FakeCommunicator(Communicator):
         self.splits = 0
         self._completes = completes
         self._launches = 0
+        self.ended = 0
         self._collectives = 0
-        self._running = 0
         self._looks = 0
         """How many state queries return IN_PROGRESS from now on."""
         self._group: list[tuple[Part, int]] | None = None
@@ -284,7 +285,6 @@ class FakeCommunicator(Communicator):
             if any(part.kind not in ("send", "recv") for part in parts):  # those concern two ranks alone
                 self._collectives += 1
             fake: FakeStream = self.api.gpu.stream(stream)
-            self._running += 1
             self._launching.append((fake, _Task(self, number, parts, after=self._launches if self.size > 1 else 0)))
             self._launches += 1
             if self._launches == 1:
@@ -295,13 +295,8 @@ class FakeCommunicator(Communicator):
                 self._put_into_streams()
 
     @property
-    def launches_ended(self) -> int:
-        """How many launches have ended."""
-        return self._launches - self._running
-
-    def launch_ended(self) -> None:
-        """Records the end of a launch."""
-        self._running -= 1
+    def _running(self) -> int:
+        return self._launches - self.ended
 
 
 class _Child(FakeCommunicator):
@@ -313,29 +308,23 @@ class _Child(FakeCommunicator):
         self._color = color
         meeting = parent.meeting.children.setdefault((number, color), Meeting(0))
         super().__init__(parent.api, meeting, parent.rank)
-        self._named = False
 
     def state(self) -> State:
         asked = self._parent.meeting.splits[self._number]
         with self._machine.lock:
             if len(asked) < self._parent.size:
                 raise failed("ncclCommGetAsyncError", State.INVALID_ARGUMENT, "there is no communicator before all have come")
-            if not self._named:
+            if not self.meeting.size:
                 self._name(asked)
         return super().state()
 
     def _name(self, asked: dict[int, tuple[int | None, int]]) -> None:
         """Assigns its size and ranks, once every rank of the parent has called split."""
         ordered = sorted((key, rank) for rank, (color, key) in asked.items() if color == self._color)
-        if self.meeting.size == 0:
-            self.meeting.size = len(ordered)
-            by_old = dict(self.meeting.ends)
-            self.meeting.ends = {}
-            for new, (_, old) in enumerate(ordered):
-                if old in by_old:
-                    by_old[old].rank = new
-                    self.meeting.ends[new] = by_old[old]
-        self._named = True
+        by_old, self.meeting.size, self.meeting.ends = self.meeting.ends, len(ordered), {}
+        for new, (_, old) in enumerate(ordered):
+            by_old[old].rank = new
+            self.meeting.ends[new] = by_old[old]
 
 
 class _Task:
@@ -359,11 +348,11 @@ class _Task:
         """Returns True when every part has been matched on its ranks, or the communicator is aborted."""
         owner = self._owner
         if owner.aborted:
-            owner.launch_ended()
+            owner.ended += 1
             self._take_back()
             self._spoil()
             return True
-        if owner.launches_ended < self._after:
+        if owner.ended < self._after:
             return False
         if not self._here:
             self._arrive()
@@ -372,7 +361,7 @@ class _Task:
                 self._done.add(place)
         if len(self._done) < len(self._parts):
             return False
-        owner.launch_ended()
+        owner.ended += 1
         return True
 
     def _arrive(self) -> None:

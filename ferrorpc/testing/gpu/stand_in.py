@@ -186,11 +186,12 @@ class Array(NDArrayOperatorsMixin):
 
     def seen(self) -> np.ndarray[Any, Any]:
         """Its current values, as a view of the memory, for tasks. Raises GpuFault if the memory was freed."""
-        low, high = _byte_bounds(self._layout) if self.size else (0, 0)
-        first = self._address + low - self._layout.ctypes.data if self.size else 0
+        if not self.size:
+            return np.empty(self.shape, self.dtype)
+        low, high = _byte_bounds(self._layout)
+        first = self._address + low - self._layout.ctypes.data
         memory = self._block.gpu.bytes_at(first, high - low)
-        start = self._address - first if self.size else 0
-        return np.ndarray(self.shape, self.dtype, memory, start, self.strides)
+        return np.ndarray(self.shape, self.dtype, memory, self._address - first, self.strides)
 
 
 class StandIn(ModuleType):
