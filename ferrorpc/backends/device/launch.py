@@ -158,7 +158,10 @@ def _reduce_scatter(launch: Launch) -> None:
 
 
 def _broadcast(launch: Launch) -> None:
-    target, root = launch.targets[0], launch.root()
+    _broadcast_from(launch, launch.root(), launch.targets[0])
+
+
+def _broadcast_from(launch: Launch, root: int, target: DeviceArray) -> None:
     source = launch.sources[0] if launch.rank == root else target
     if target.nbytes:
         launch.communicator.broadcast(
@@ -191,9 +194,7 @@ def _all_gather(launch: Launch) -> None:
     source, targets = launch.sources[0], launch.targets
     if len({target.nbytes for target in targets}) > 1:
         for root, target in enumerate(targets):
-            start = launch.address(source if launch.rank == root else target)
-            if target.nbytes:
-                launch.communicator.broadcast(start, launch.address(target), target.nbytes, BYTES, root, launch.stream.pointer)
+            _broadcast_from(launch, root, target)
     elif source.nbytes:
         block = targets[0] if launch.adjoin(targets) else launch.room(launch.size * source.nbytes)
         launch.communicator.all_gather(
