@@ -123,14 +123,12 @@ class Connector(Protocol):
     Attributes:
         library: whose communicators these are, for messages: "NCCL" or "CUDA IPC".
         waits_on_gpu: whether what is launched waits on the GPU until the other ranks have launched it too.
+        explanation: how its communicators move arrays, in words that complete "all_reduce(...) on 4 ranks: ".
     """
 
     library: str
     waits_on_gpu: bool
-
-    @property
-    def explanation(self) -> str:
-        """How its communicators move arrays, in words that complete "all_reduce(...) on 4 ranks: "."""
+    explanation: str
 
     def connect(self, name: str, ranks: Sequence[int]) -> Communicator:
         """A new communicator of these world ranks, in their order. Raises NcclError if it cannot be made."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from ferrorpc.backends.device.communicator import Communicator, Split, State, failed
+from ferrorpc.backends.device.communicator import Communicator, Connector, Split, State, failed
 from ferrorpc.backends.device.ending import on_own_thread
 from ferrorpc.backends.nccl.api import NcclApi
 from ferrorpc.coordination.base import Session
@@ -37,7 +37,7 @@ class _Overtaken(Exception):
     """The others have begun a later attempt."""
 
 
-class NcclConnector:
+class NcclConnector(Connector):
     """Makes communicators for one rank.
 
     Args:
@@ -65,15 +65,10 @@ class NcclConnector:
         self._seconds = init_seconds
         self._verdict_seconds = verdict_seconds
         self._clock = session.clock
-
-    @property
-    def explanation(self) -> str:
-        """As `Connector.explanation`."""
-        return f"by NCCL {self._api.version} through {self._api.name}, which chooses how"
+        self.explanation = f"by NCCL {api.version} through {api.name}, which chooses how"
 
     @property
     def split(self) -> Split | None:
-        """As `Connector.split`."""
         return self._split if self._api.features.split else None
 
     def connect(self, name: str, ranks: Sequence[int]) -> Communicator:
@@ -87,7 +82,8 @@ class NcclConnector:
         problem, attempt = "", 0
         for _ in range(ATTEMPTS):
             attempt = max(attempt + 1, self._attempt_in_force(name))
-            self._announce(name, attempt)
+            if attempt > 1:
+                self._session.store.set(self._key(name), str(attempt).encode(), bind="generation")
             made = self._try(name, ranks, attempt)
             if not isinstance(made, str):
                 return made
@@ -202,10 +198,6 @@ class NcclConnector:
             return int(self._session.store.get(self._key(name), timeout=0))
         except (StoreTimeoutError, ValueError):
             return 1
-
-    def _announce(self, name: str, attempt: int) -> None:
-        if attempt > 1:
-            self._session.store.set(self._key(name), str(attempt).encode(), bind="generation")
 
     def _key(self, name: str) -> str:
         return f"ferrorpc/nccl/{self._session.membership.assignment.generation}/{name}"
