@@ -56,14 +56,12 @@ class Memory:
         room = np.full(size_bytes + 2 * ALIGNMENT_BYTES, FREED, np.uint8)
         skip = -room.ctypes.data % ALIGNMENT_BYTES
         block = room[skip : skip + max(size_bytes, 1)]
-        self._blocks[block.ctypes.data] = block
-        insort(self._starts, block.ctypes.data)
-        return int(block.ctypes.data)
+        return self._add(int(block.ctypes.data), block)
 
     def free(self, address: int) -> None:
         """Frees the block at an address and overwrites it."""
-        self._blocks.pop(address)[:] = FREED
-        self._starts.remove(address)
+        self.block(address)[:] = FREED
+        self.unmap(address)
 
     def block(self, address: int) -> np.ndarray[Any, Any]:
         """All of the block that begins at an address, as uint8."""
@@ -71,7 +69,9 @@ class Memory:
 
     def map(self, block: np.ndarray[Any, Any]) -> int:
         """Maps a block of another process, at an address of its own. Returns that."""
-        address = next(_MAPPINGS)
+        return self._add(next(_MAPPINGS), block)
+
+    def _add(self, address: int, block: np.ndarray[Any, Any]) -> int:
         self._blocks[address] = block
         insort(self._starts, address)
         return address
