@@ -42,7 +42,6 @@ from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.call import Call, Operation, in_ranks
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import progress_of
-from ferrorpc.collectives.small_messages import SmallMessages
 from ferrorpc.errors import CollectiveTimeoutError, FerroError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.transports.closed_groups import Begun
@@ -91,6 +90,7 @@ class DeviceBackend(RawOperations, Backend):
         self.world_ranks = lanes.world_ranks
         self.group_id = lanes.group_id
         self.timeout = lanes.timeout
+        self.small_messages = lanes.small_messages
         self._connector = connector
         self._stream = stream
         self.reductions = {}
@@ -102,10 +102,6 @@ class DeviceBackend(RawOperations, Backend):
     @property
     def arena(self) -> Arena | None:  # type: ignore[override]
         return self.lanes.arena
-
-    @property
-    def small_messages(self) -> SmallMessages | None:  # type: ignore[override]
-        return self.lanes.small_messages
 
     def prepare(self, call: Call) -> Prepared:
         if call.operation is Operation.BARRIER:
@@ -226,12 +222,12 @@ class DeviceBackend(RawOperations, Backend):
         """Makes the communicator for operations of streams, the first time. Every rank calls it at the same point."""
         if self.context.numbered is None:
             own = _stream(self.device, self._stream)
-            communicator = self._part(f"streams of group {self.group_id:x}", list(range(self.size)), self.rank)
+            communicator = self._part(f"streams of group {self.group_id:x}", range(self.size))
             self.context.numbered = NumberedLaunchQueue(communicator, *own)
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
         """The subgroup of these group ranks. The ranks outside call `stay_out` at the same time."""
-        communicator = self._part(f"subgroup {group_id:x}", list(ranks), list(ranks).index(self.rank))
+        communicator = self._part(f"subgroup {group_id:x}", ranks)
         lanes = self.lanes.split(ranks, group_id)
         program = LaunchQueue(communicator, *_stream(self.device, self._stream))
         part = object.__new__(type(self))
@@ -242,25 +238,26 @@ class DeviceBackend(RawOperations, Backend):
     def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
         split = self._connector.split
         if split is not None:
-            self._divide(split, f"subgroup {group_id:x}", self._world(ranks), None)
+            self._divide(split, f"subgroup {group_id:x}", ranks)
 
-    def _part(self, label: str, ranks: list[int], own: int) -> Communicator:
+    def _part(self, label: str, ranks: Sequence[int]) -> Communicator:
         """A communicator of some of this group's ranks."""
-        world, split = self._world(ranks), self._connector.split
+        split = self._connector.split
         if split is None:
-            found: Communicator | None = self._connector.connect(label.replace(" ", "/"), world)
+            found: Communicator | None = self._connector.connect(label.replace(" ", "/"), self._world(ranks))
         else:
-            found = self._divide(split, label, world, own)
+            found = self._divide(split, label, ranks)
         if found is None:
             raise AssertionError(f"{label} was made without this rank")
         self.context.ending.add(found)
         return found
 
-    def _divide(self, split: Split, label: str, world: list[int], own: int | None) -> Communicator | None:
+    def _divide(self, split: Split, label: str, ranks: Sequence[int]) -> Communicator | None:
         """As `Split`, from the communicator of program order, in which nothing may be in flight."""
+        own = ranks.index(self.rank) if self.rank in ranks else None
         self.synchronize(self.clock.now() + self.timeout)
         try:
-            return split(self.context.program.communicator, label, world, own)
+            return split(self.context.program.communicator, label, self._world(ranks), own)
         except FerroError as error:
             self.latch.end(error)  # a communicator whose split failed, or does not end, takes nothing more
             raise
