@@ -149,7 +149,6 @@ class DeviceBackend(RawOperations, Backend):
     def run(self, execution: Execution) -> list[Any]:
         if not isinstance(execution, DeviceExecution):
             return self.lanes.run(execution)
-        execution.until_done = not execution.gives_device_arrays
         results = self.context.drive(execution)
         if not execution.until_done:
             execution.ran()
@@ -161,7 +160,6 @@ class DeviceBackend(RawOperations, Backend):
 
         if convert is not return_execution:
             convert = partial(self._converted, convert)
-        execution.until_done = not execution.gives_device_arrays
         begun = not execution.until_done and (execution.end_event is not None or execution.begin())
         execution.until_done = True
         work = DeviceWork(self.clock, execution, convert)

@@ -113,14 +113,13 @@ class CollectiveExecution(DeviceExecution):
         super().__init__(context, context.launch_queue(key.stream), guard)
         self.results: list[Any] = []
         self.specs: list[TensorSpec] = []
-        self.until_done = True
         self.in_launch_order = key.stream == 0
         """Several threads may launch operations of streams, and have them watched in another order."""
         self._prepared = prepared
         self._key = key
         self._outputs = outputs
         self._on_host = all(is_host(array) for array in (*inputs, *(outputs or ())))
-        self.gives_device_arrays = not self._on_host
+        self.until_done = self._on_host
         self.caller = context.device.current()
         self.launch_queue.check()
         self._inputs = inputs

@@ -21,7 +21,8 @@ class DeviceExecution(InFlightExecution):
     """The base of operations on arrays and on raw pointers.
 
     Attributes:
-        until_done: `advance` returns True only when the GPU has reached the end event, not as soon as that is recorded.
+        until_done: `advance` returns True only when the GPU has reached the end event, not as soon as that is recorded. At
+            first so where results are for the host.
         on_queued: called once the end event is recorded.
         stream: the CUDA stream that it is launched in.
         caller: the one that was current on the calling thread.
@@ -34,8 +35,6 @@ class DeviceExecution(InFlightExecution):
     context: GroupContext
     until_done = False
     on_queued: Callable[[], None] | None = None
-    gives_device_arrays = True
-    """Whether the results stay on the GPU."""
     after: Sequence[Event] = ()
     _was_delayed_here = False
 
