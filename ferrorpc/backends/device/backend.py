@@ -294,10 +294,8 @@ class DeviceBackend(RawOperations, Backend):
             return
         contexts, mine = list(self._contexts), self.context.ending.communicators()
         if self.group_id:  # else also those of subgroups that were not closed
-            contexts = [self.context]
-            queues = self.context.program, self.context.numbered
-            own = [queue.communicator for queue in queues if queue is not None]
-            mine = [communicator for communicator in mine if communicator in own]
+            queues = self.context.numbered, self.context.program
+            contexts, mine = [self.context], [queue.communicator for queue in queues if queue is not None]
         if self.latch.cause is None:
             with contextlib.suppress(FerroError):  # what is still in flight is aborted with its communicator
                 self._finish_joined(contexts, until)
