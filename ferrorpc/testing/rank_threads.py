@@ -32,9 +32,8 @@ class RankThreads:
         self.killed: dict[int, RankKilled] = {}
         self._groups = groups
         self._clock = clock
-        self._lock = threading.Lock()
         self._failed: list[int] = []
-        self._running = len(groups)
+        self._ended: list[int] = []
         self._threads: list[threading.Thread] = []
         self._all_ended = threading.Event()
 
@@ -91,8 +90,6 @@ class RankThreads:
                     except BaseException as error:
                         self._note_failure(rank, error)
                         raise
-            except RankKilled:
-                pass
             except BaseException as error:  # noqa: BLE001  it is kept, and raised by run()
                 if rank not in self._failed:
                     self._note_failure(rank, error)
@@ -103,18 +100,16 @@ class RankThreads:
 
     def _note_failure(self, rank: int, error: BaseException) -> None:
         """Records a failure before other ranks can see it: the first is the cause, and later ones are consequences."""
-        with self._lock:
-            self.outcomes[rank] = error
-            if rank not in self.killed:
-                self._failed.append(rank)
+        self.outcomes[rank] = error
+        if rank not in self.killed:
+            self._failed.append(rank)
 
     def _end(self, rank: int) -> None:
-        with self._lock:
-            if rank in self.killed:
-                self.outcomes[rank] = self.killed[rank]
-            self._running -= 1
-            if not self._running:
-                self._all_ended.set()
+        if rank in self.killed:
+            self.outcomes[rank] = self.killed[rank]
+        self._ended.append(rank)
+        if len(self._ended) == len(self._groups):
+            self._all_ended.set()
 
     def _first_cause(self) -> BaseException:
         """The first failure, with the others as notes. If several ranks raised the same, it is the lowest rank's."""
