@@ -112,8 +112,8 @@ class IpcConnector:
 
     def _room(self, size_bytes: int) -> tuple[int, Array, Callable[[], None]]:
         """Zeroed memory that the others can read, its offset for them, and a function that frees it."""
-        if self._host_peers is None:  # a world of one
-            return 0, np.zeros(size_bytes, np.uint8), _nothing
+        if self._host_peers is None:  # a world of one, whose memory goes with its last reference
+            return 0, np.zeros(size_bytes, np.uint8), lambda: None
         block = self._host_peers.own.allocate(size_bytes)
         block.array[:] = 0
         return block.offset, block.array, block.free
@@ -134,10 +134,6 @@ class IpcConnector:
         texts = self._session.barrier(f"ferrorpc/cuda_ipc/{name}", said.encode(), ranks=ranks, timeout=CONNECT_SECONDS)
         by_rank = dict(zip(sorted(ranks), (text.decode() for text in texts), strict=True))
         return [by_rank[rank] for rank in ranks]
-
-
-def _nothing() -> None:
-    """Frees memory that goes with its last reference."""
 
 
 _nonce: Final = os.urandom(8).hex()

@@ -15,8 +15,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ferrorpc.arrays.device import DeviceArray, is_host
 from ferrorpc.arrays.kinds import copy_into
 from ferrorpc.backends.device.announcement import (
@@ -41,8 +39,6 @@ from ferrorpc.errors import TensorMismatchError
 from ferrorpc.guard import Guard, wake_nobody
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
-
-Array = np.ndarray[Any, Any]
 
 
 class CollectivePrepared(Prepared):

@@ -14,7 +14,6 @@ from ferrorpc.backends.device.in_flight import InFlightExecution
 from ferrorpc.backends.device.launch_queue import LaunchQueue, NumberedLaunchQueue
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.collectives.driver import drive
-from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.errors import FerroError, LimitExceededError
@@ -113,7 +112,7 @@ class GroupContext:
             if self._watchers.get(queue) is not latest and self._watchers[queue].join(execution):
                 return
             watcher = CompletionWatcher(execution, self.device)
-            progress_of(self.lanes.clock).submit(watcher, _nothing, WatcherWork(watcher))
+            progress_of(self.lanes.clock).submit(watcher, lambda _: None, WatcherWork(watcher))
             self._watchers[queue] = watcher  # only now: others join it, and the system may have refused its thread
 
     def hurry(self, execution: InFlightExecution) -> None:
@@ -127,7 +126,3 @@ class GroupContext:
         """A context for copying finished results to the host. Its current stream holds copies alone, so these do not wait for
         the program's blocking streams, as they would in the null stream."""
         return self.device.on(self.device.staging.downloads.stream)
-
-
-def _nothing(execution: Execution) -> None:
-    """The result of a watcher's Work: the caller got that of the operation by other ways."""
