@@ -32,7 +32,6 @@ from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.backends.device.departures import LEAVE_SECONDS, Departures
 from ferrorpc.backends.device.ending import CLOSE_SECONDS, Ending, on_own_thread
 from ferrorpc.backends.device.execution import DeviceExecution
-from ferrorpc.backends.device.in_flight import InFlightExecution
 from ferrorpc.backends.device.launch_queue import LaunchQueue, NumberedLaunchQueue
 from ferrorpc.backends.device.raw import RawOperations
 from ferrorpc.backends.device.work import DeviceWork
@@ -312,7 +311,7 @@ class DeviceBackend(RawOperations, Backend):
         """Waits for the operations whose results callers have, until their deadlines, or until clock time `until`. Raises the
         generation's first cause."""
         parker = self.clock.parker()
-        while left := _joined(contexts):
+        while left := [execution for context in contexts for execution in context.in_flight() if execution.is_joined]:
             self.latch.check()
             for execution in left:
                 execution.try_complete()
@@ -348,11 +347,6 @@ class RoutedPrepared(Prepared):
         if self.on_device is None or all(is_host(array) for array in inputs):
             return self.host.start(key, inputs, outputs, guard)
         return self.on_device.start(key, inputs, outputs, guard)
-
-
-def _joined(contexts: Sequence[GroupContext]) -> list[InFlightExecution]:
-    """The operations in flight whose results callers have."""
-    return [execution for context in contexts for execution in context.in_flight() if execution.is_joined]
 
 
 def _stream(device: Device, given: Any) -> tuple[Stream] | tuple[Stream, Callable[[], None]]:
