@@ -109,7 +109,7 @@ class DeviceBackend(RawOperations, Backend):
             # As messages, because the root's answer may come only after later operations have begun in shared memory.
             return self.prepare_on_device(call, self.lanes.prepare_as_messages(call))
         host = self.lanes.prepare(call)
-        return RoutedPrepared(host, self.prepare_on_device(call) if self._suits_device(call) else None)
+        return RoutedPrepared(host, self.prepare_on_device(call)) if self._suits_device(call) else host
 
     def prepare_on_device(self, call: Call, on_host: Prepared | None = None) -> Prepared:
         """As `prepare`, by the communicator.
@@ -333,20 +333,19 @@ class RoutedPrepared(Prepared):
 
     Args:
         host: by the host lanes.
-        on_device: by the communicator; None where it has nothing for the call.
+        on_device: by the communicator.
     """
 
-    def __init__(self, host: Prepared, on_device: Prepared | None) -> None:
+    def __init__(self, host: Prepared, on_device: Prepared) -> None:
         self.host = host
         self.on_device = on_device
 
     def for_pointers(self, device: Device) -> PointerAllReduce | None:
-        return None if self.on_device is None else self.on_device.for_pointers(device)
+        return self.on_device.for_pointers(device)
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        if self.on_device is None or all(is_host(array) for array in inputs):
-            return self.host.start(key, inputs, outputs, guard)
-        return self.on_device.start(key, inputs, outputs, guard)
+        chosen = self.host if all(is_host(array) for array in inputs) else self.on_device
+        return chosen.start(key, inputs, outputs, guard)
 
 
 def _stream(device: Device, given: Any) -> tuple[Stream] | tuple[Stream, Callable[[], None]]:
