@@ -132,7 +132,7 @@ class Connection:
         """This member has a generation to lose, so from now on it waits up to `max_outage` for the coordinator."""
         self._outages.joined()
         with self._condition.lock:
-            self._requests.drop_answered()
+            self._requests.drop_volatile()
         if self.memory.cause is not None:
             self.memory = Latch()
 

@@ -49,6 +49,13 @@ class Request:
         offer = self.frame.comm_bootstrap
         return bool(offer.unique_ids or offer.failure) or self.frame.report.HasField("link_lost")
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a new stream begins with it."""
+        if self.latch is not None and self.is_volatile:
+            return self.latch.cause is None
+        return self.answer is None
+
     def frame_after(self, seconds: float) -> wire.ClientFrame:
         """The frame to send once it has waited for so long: a coordinator that has forgotten it waits for what is left, and at
         least until other members can be back, too."""
@@ -89,13 +96,13 @@ class PendingRequests:
         if not request.is_volatile:
             self._open.pop(request.frame.sequence, None)
 
-    def drop_answered(self) -> None:
-        """Forgets the answered requests, which are volatile: a generation begins, and they are of the one before."""
-        self._open = {sequence: request for sequence, request in self._open.items() if request.answer is None}
+    def drop_volatile(self) -> None:
+        """Forgets the volatile requests: a generation begins, and they are of the one before."""
+        self._open = {sequence: request for sequence, request in self._open.items() if not request.is_volatile}
 
     def to_send(self) -> list[Request]:
-        """All but the answered ones of a generation that is over, in the order of their numbers."""
-        return [it for it in self._open.values() if it.answer is None or it.latch is None or it.latch.cause is None]
+        """The unanswered requests, and the volatile ones while their generation lasts, in the order of their numbers."""
+        return [request for request in self._open.values() if request.is_due]
 
     def fail(self, error: FerroError, which: Callable[[Request], bool]) -> None:
         """Answers the requests for which `which` is true with an error."""

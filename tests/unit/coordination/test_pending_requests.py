@@ -51,18 +51,22 @@ def test_what_is_unanswered_is_sent_again_in_the_order_of_its_numbers():
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "followed by another"])
-def test_what_the_coordinator_keeps_in_memory_only_is_sent_until_its_generation_is_over(ends: bool):
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "given up"])
+def test_what_the_coordinator_keeps_in_memory_only_is_sent_until_its_generation_is_over(ends: bool, answered: bool):
     latch, requests = Latch(), PendingRequests()
     lost = added(requests, latch, report=session_pb2.ReportRequest(link_lost=session_pb2.LinkLost(peer_rank=1)))
     offer = added(requests, latch, comm_bootstrap=nccl_pb2.CommBootstrapRequest(unique_ids=[bytes(128)]))
-    added(requests, latch, comm_bootstrap=nccl_pb2.CommBootstrapRequest())
-    for sequence in (1, 2, 3):
-        requests.complete(sequence, session_pb2.ReportResponse())
+    taken = added(requests, latch, comm_bootstrap=nccl_pb2.CommBootstrapRequest())
+    for request in (lost, offer, taken):
+        if answered:
+            requests.complete(request.frame.sequence, session_pb2.ReportResponse())
+        else:
+            requests.drop(request)
     assert requests.to_send() == [lost, offer]
     if ends:
         latch.trip(PeerLostError(1, "signal 9"))
     else:
-        requests.drop_answered()
+        requests.drop_volatile()
     assert requests.to_send() == []
 
 
