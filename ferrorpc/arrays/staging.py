@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ferrorpc.arrays.device import Device, DeviceArray
+from ferrorpc.arrays.device import Device, DeviceArray, Stream
 from ferrorpc.arrays.event import Event
 from ferrorpc.arrays.pinned import Pool, Ring
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError
@@ -168,7 +168,7 @@ class Upload:
         self.device = device
         self._ring = ring
         self._stream = ring.stream
-        """The one that it is queued in, once `_begun`: the ring's, or one of its own."""
+        self._own_stream: Stream | None = None
         self._pool = pool
         self._is_prompt = is_prompt
         self._caller = device.current()
@@ -254,7 +254,7 @@ class Upload:
             self._begun = True
         elif self._is_prompt or self._is_pinned:
             if not self._is_prompt:
-                self._stream = self._ring.lend_stream()
+                self._own_stream = self._stream = self._ring.lend_stream()
             self._stream.wait(self._begins)
             self._begun = True
         return self._begun
@@ -307,9 +307,9 @@ class Upload:
             self._mark = self._stream.record()  # also behind what an interruption has left without a mark
         # Memory of a destroyed stream is reused in no order, so the caller's is kept as well.
         self._ring.keep((self._caller, self.target, self._data if self._is_pinned else None), self._mark)
-        if self._stream is not self._ring.stream:
-            self._ring.take_back_stream(self._stream, self._mark)
-            self._stream = self._ring.stream
+        if self._own_stream is not None:
+            self._ring.take_back_stream(self._own_stream, self._mark)
+            self._own_stream = None
 
 
 class Staging:
@@ -439,29 +439,31 @@ class Staging:
 
 def _complete(copy: Download | Upload, guard: Guard | None) -> None:
     """Advances a copy until it is complete. `guard` and errors as for `Staging.to_host`."""
+    limits = Guard(SYSTEM_CLOCK, Latch(), COPY_SECONDS) if guard is None else guard
 
     def is_complete() -> bool:
+        limits.latch.check()
         copy.advance()
         return copy.is_complete
 
-    wait_within(is_complete, guard or Guard(SYSTEM_CLOCK, Latch(), COPY_SECONDS))
-
-
-def wait_within(is_reached: Callable[[], bool], guard: Guard) -> None:
-    """Returns once a query of the GPU is true. Raises as `Staging.to_host`."""
-
-    def is_over() -> bool:
-        if not is_reached():
-            guard.latch.check()
-            return False
-        return True
-
-    until_true(is_over, guard.clock, max(guard.deadline - guard.clock.now(), 0.0))
+    until_true(is_complete, limits.clock, max(limits.deadline - limits.clock.now(), 0.0))
 
 
 def wait_for(event: Event, clock: Clock, seconds: float) -> None:
     """Returns once the GPU has reached an event. Raises as `until_true`."""
     until_true(lambda: event.done, clock, seconds)
+
+
+def wait_within(event: Event, guard: Guard) -> None:
+    """Returns once the GPU has reached an event. Raises as `Staging.to_host`."""
+
+    def is_reached() -> bool:
+        if not event.done:
+            guard.latch.check()
+            return False
+        return True
+
+    until_true(is_reached, guard.clock, max(guard.deadline - guard.clock.now(), 0.0))
 
 
 def until_true(is_reached: Callable[[], bool], clock: Clock, seconds: float) -> None:

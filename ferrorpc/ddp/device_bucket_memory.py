@@ -215,7 +215,7 @@ class DeviceBucketMemory(BucketMemory):
 
     def finish(self) -> ReducedHeader:
         start, body = self.bucket.header, slice(self.bucket.header, None)
-        wait_within(lambda: self._fetched.done, self._context.guard())
+        wait_within(self._fetched, self._context.guard())
         self._deferred = []
         header = self._reduced(self._header[0])
         if is_divisor(header.total_weight) and self.bucket.count > start:
