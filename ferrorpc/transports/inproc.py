@@ -44,13 +44,10 @@ class _Route:
         """In the order in which they were sent."""
         self.last = 0.0
         """Clock time at which the latest of them arrives."""
-        self._lock = threading.Lock()
-
-    def deliver(self) -> None:
-        """Runs the oldest. The timers of a real clock are threads: those of nearly the same time come in any order, and at
-        once."""
-        with self._lock:
-            self.delayed.popleft()()
+        self.due = 0
+        """How many have arrived and did not run yet."""
+        self.runs = False
+        """Whether a thread runs one of them."""
 
 
 class Network:
@@ -105,7 +102,35 @@ class Network:
             route.last = max(self._clock.now() + self._faults.delay(self._random, source, target), route.last)
             when = route.last
             route.delayed.append(action)
-        self._clock.call_at(when, route.deliver)
+        self._clock.call_at(when, lambda: self._arrived(route))
+
+    def _arrived(self, route: _Route) -> None:
+        """Runs the oldest action of a pair of ranks, or leaves it to the thread that runs one of this pair now.
+
+        The timers of a real clock are threads: those of nearly the same time run in any order, and at once.
+        """
+        with self._lock:
+            route.due += 1
+            if route.runs:
+                return
+            route.runs = True
+        self._run(route)
+
+    def _run(self, route: _Route) -> None:
+        while (action := self._next(route)) is not None:
+            try:
+                action()
+            except BaseException:
+                self._run(route)  # what has arrived after it must not wait for ever
+                raise
+
+    def _next(self, route: _Route) -> Callable[[], None] | None:
+        with self._lock:
+            if not route.due:
+                route.runs = False
+                return None
+            route.due -= 1
+            return route.delayed.popleft()
 
 
 class InprocTransport(Transport):
