@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any, Final
+from typing import Any
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
@@ -48,8 +48,14 @@ _warned = threading.Lock()
 """Held once this process has warned that gradients on a GPU go through the host."""
 
 
-_open_blocks: Final[list[tuple[int, ProcessGroup]]] = []
-"""The thread and the group of each `uneven` block that is open."""
+class _OpenBlocks(threading.local):
+    """The groups of the `uneven` blocks that are open in this thread."""
+
+    def __init__(self) -> None:
+        self.groups: list[ProcessGroup] = []
+
+
+_open_blocks = _OpenBlocks()
 
 
 class Reducer:
@@ -197,9 +203,8 @@ class Reducer:
             )
         if self.is_uneven:
             raise UsageError("an uneven() block is open already", hint="leave it first")
-        own = threading.get_ident(), self.group
-        others = [group for thread, group in _open_blocks.copy() if thread == own[0]]
-        if any(len({*each.world_ranks} & {*self.group.world_ranks}) > 1 for each in others):
+        groups = _open_blocks.groups
+        if any(len({*each.world_ranks} & {*self.group.world_ranks}) > 1 for each in groups):
             raise UsageError(
                 "an uneven() block of another model is open in this thread: a rank that left one of them would follow there, "
                 "while others wait for its part in the other",
@@ -207,13 +212,13 @@ class Reducer:
             )
         try:
             self.is_uneven = True
-            _open_blocks.append(own)
+            groups.append(self.group)
             with others_told(self.group):
                 yield
         finally:  # an interrupt may have come before it was appended
             self.is_uneven = False
-            if own in _open_blocks:
-                _open_blocks.remove(own)
+            if self.group in groups:
+                groups.remove(self.group)
 
 
 def check_means(parameters: Iterable[tuple[str, TensorSpec]], what: str) -> None:
