@@ -186,8 +186,9 @@ class Work(Generic[Result]):
         try:
             if not self._result_lock.acquire(blocking=wait):
                 return False
-            with context():
-                self._make(self._result)
+            if self.make_result is not None:
+                with context():
+                    self._make(self._result)
         except Exception as problem:  # noqa: BLE001  any of the GPU's library: whoever waits meets it
             self._error = problem
         finally:

@@ -288,8 +288,10 @@ class Replica:
         first = self.reducer.begun
         with self.reducer.uneven(follow):
             self._weights_differ = follow is None
-            yield
-            self._weights_differ = False
+            try:
+                yield
+            finally:
+                self._weights_differ = False
             own = self.reducer.begun - first
             for reduction in followed(self.reducer):
                 if follow is not None:

@@ -252,12 +252,7 @@ class Dispatch:
             return self.submit(execution, result)
         self.note(execution.label)
         self.run(execution)
-        return self._made_on_device(result, execution)[0] if result.on_device else result.of(execution)
-
-    def _made_on_device(self, result: Result, execution: Execution) -> tuple[Any, Landing | None]:
-        """As `Result.of`, on a GPU; and where it is complete."""
-        found = result.of(execution)
-        return found, self.landings.note(result.landing, found)
+        return _made_on_device(self.landings, result, execution)[0] if result.on_device else result.of(execution)
 
     def run(self, execution: Execution) -> None:
         """Drives an execution on this thread; errors are as this group's ranks see them."""
@@ -335,7 +330,7 @@ class Dispatch:
                 self.end(refusal)
             raise
         if result.on_device:
-            work.is_on_device, work.make_result = True, partial(self._made_on_device, result)
+            work.is_on_device, work.make_result = True, partial(_made_on_device, self.landings, result)
             if result.landing_device is not None:
                 work.landing_context = result.landing_device.staging.landing_context
                 if work.has_ended:  # perhaps before it had the context
@@ -479,6 +474,12 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _made_on_device(landings: Landings, result: Result, execution: Execution) -> tuple[Any, Landing | None]:
+    """As `Result.of`, on a GPU; and where it is complete. A Work that has ended refers to it, and so to no group."""
+    found = result.of(execution)
+    return found, landings.note(result.landing, found)
 
 
 def _subgroup_closed() -> GroupClosedError:

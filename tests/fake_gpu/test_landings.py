@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -402,3 +404,51 @@ def test_who_has_no_memory_is_said(cupy: StandIn, monkeypatch: pytest.MonkeyPatc
             group.all_reduce(x)
 
     world(cupy, "hybrid", 2, body)
+
+
+@pytest.mark.parametrize("count", [COUNT, 65_536], ids=["inline", "in parts"])
+@pytest.mark.parametrize("way", ["blocking", "async"])
+def test_a_broadcast_over_host_lanes_is_complete_for_the_callers_next_kernel(cupy: StandIn, way: str, count: int) -> None:
+    slow = [False]
+    cupy.machine.copying = lambda direction, gpu, size_bytes: not (direction == "up" and gpu == 1 and slow[0])
+
+    def body(group: ProcessGroup) -> set[float]:
+        with own_stream(cupy) as stream:
+            x = cupy.asarray(np.full(count, 7.0 if group.rank == 0 else 0.0, np.float32))
+            stream.synchronize()
+            group.barrier()
+            is_late = group.rank == 1
+            busy = [is_late]
+            stream.fake.enqueue(lambda: not busy[0])  # kernels of before
+            slow[0] |= is_late
+            if way == "blocking":
+                group.broadcast(x, root=0, out=x)
+            else:
+                work = group.broadcast(x, root=0, out=x, async_op=True)
+                eventually(lambda: work.has_ended or not is_late)
+                work.wait()
+            busy[0] = False
+            y = x * 1.0
+            if is_late:
+                for _ in range(100):
+                    cupy.machine.step()
+                slow[0] = False
+            stream.synchronize()
+            group.barrier()
+            return set(y.seen().tolist())
+
+    assert world(cupy, "simulated", 3, body) == [{7.0}] * 3
+
+
+def test_a_work_that_has_ended_keeps_nothing_of_its_group(cupy: StandIn) -> None:
+    kept: list[Any] = []
+
+    def body(group: ProcessGroup) -> None:
+        work = group.all_reduce(full(cupy, 1), async_op=True)
+        eventually(lambda: work.has_ended)
+        group.barrier()
+        kept.append((work, weakref.ref(group._dispatch)))
+
+    world(cupy, "nccl", 2, body)
+    gc.collect()
+    assert [dispatch() for _, dispatch in kept] == [None, None]

@@ -369,6 +369,58 @@ def test_arrays_of_the_caller_are_written_once_the_operation_has_ended_unless_wh
     assert made == ["where it was waited for" if waits_first else "where nobody waits"]
 
 
+def test_a_result_that_another_thread_was_making_meanwhile_is_not_made_again() -> None:
+    making, goes_on, entered = threading.Event(), threading.Event(), list[bool]()
+
+    def make(left: int) -> int:
+        making.set()
+        assert goes_on.wait(20)
+        return left
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        entered.append(True)
+        raise MemoryError("no stream can be made")
+        yield
+
+    class Counted:
+        """A lock that tells who waits for it."""
+
+        def __init__(self) -> None:
+            self._lock = threading.RLock()
+            self.waiters = 0
+
+        def acquire(self, blocking: bool = True) -> bool:
+            self.waiters += 1
+            return self._lock.acquire(blocking)
+
+        def release(self) -> None:
+            self._lock.release()
+
+        def __enter__(self) -> None:
+            self.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.release()
+
+    handle = on_device(work(), make)
+    handle.complete(7)  # before it has the context
+    handle.landing_context = context
+    results: list[int] = []
+    first = threading.Thread(target=lambda: results.append(handle.wait()))
+    other = threading.Thread(target=lambda: handle.complete_arrays(wait=True))
+    counted = Counted()
+    handle._result_lock = counted  # type: ignore[assignment]
+    first.start()
+    assert making.wait(20)
+    other.start()
+    eventually(lambda: counted.waiters == 2)
+    goes_on.set()
+    first.join(20)
+    other.join(20)
+    assert (results, entered, handle.exception()) == ([7], [], None)
+
+
 def test_an_operation_has_failed_where_arrays_of_the_caller_cannot_be_written() -> None:
     def refused(left: int) -> None:
         raise TensorMismatchError("it gave float32[3], but out is float32[2]")

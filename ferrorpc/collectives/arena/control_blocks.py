@@ -189,8 +189,8 @@ class ControlBlocks:
                 self._over.append(bank)
                 continue
             self._named.update(*[channel.signatures.values() for channel in bank.channels])
-            self._banks.pop(bank.stream, None)
             bank.free()
+            self._banks.pop(bank.stream, None)  # only now: `close` finds one whose end was interrupted
 
     def _open(self, group: int, stream: int, channels: int) -> Place:
         directory = directory_of(self.host_peers.memory(self.rank))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from ferrorpc.collectives.arena.control_blocks import DIRECTORY_ENTRIES, REDUCED
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, ReduceOp, TensorSpec
+from tests.interrupts import was_struck
 from tests.unit.collectives.shared_world import Running, SharedWorld, all_reduce_call, own
 
 MORE_THAN_A_SLOT = SLOT_BYTES // 4
@@ -232,3 +235,20 @@ def test_the_name_of_a_call_is_read_as_far_as_a_name_can_go(length):
 def test_a_name_that_lies_nowhere_is_not_looked_for(offset):
     with SharedWorld(2) as world:
         assert world.arenas[0].control.read_text(1, offset) == "an operation that it does not name"
+
+
+def test_an_interrupt_while_an_ended_stream_is_freed_keeps_none_of_its_memory_after_the_generation():
+    place, struck = 0, True
+    while struck:
+        place += 1
+        with SharedWorld(2) as world:
+            call = all_reduce_call(DType.FLOAT32, 10)
+            assert world.advance([world.begin(rank, call, [np.ones(10, np.float32)], number=1, stream=1) for rank in (0, 1)])
+            arena = world.arenas[0]
+            bank = arena.bank(1)  # as a closed subgroup may keep it
+            arena.let_go(1)
+            struck = was_struck(place, partial(arena.bank, 2), ("control_blocks.py",))
+            arena.control.host_peers.own.close = lambda: None  # the world closes it
+            arena.control.close()
+            assert (bank.channels, bank._places) == ([], {}), place
+    assert place > 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
 
@@ -12,7 +13,8 @@ import pytest
 from ferrorpc import hooks
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
-from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import run_world
 from tests.interrupts import InterruptAt
 from tests.unit.ddp.model import Plain
@@ -39,6 +41,45 @@ def test_ranks_that_have_left_follow_after_a_step_that_was_refused(bad, dtypes, 
         return [[round(float(means[dtype][0].real), 2) for dtype in dtypes] for means in found]
 
     assert run_world(3, body) == [[[0.33] * len(dtypes), [2.5] * len(dtypes)]] * 3
+
+
+def test_weights_are_compared_again_after_a_block_that_a_caught_exit_has_left():
+    def body(group):
+        module = Plain(w=np.zeros(2))
+        ddp = DistributedDataParallel(module, group, check_every=1)
+        with suppress(SystemExit), ddp.uneven():
+            sys.exit(0)
+        module["w"].data[0] = group.rank
+        module["w"].grad = np.ones(2)
+        with pytest.raises(CollectiveMismatchError):
+            ddp.sync_gradients()
+
+    run_world(2, body)
+
+
+def test_a_block_that_a_thread_left_suspended_refuses_none_to_later_threads():
+    kept = []
+
+    def body(group):
+        syncs = [GradientSynchronizer({"w": np.zeros(2)}, group) for _ in range(3)]
+
+        def suspended():
+            with syncs[0].uneven():
+                yield
+
+        def leave():
+            kept.append(suspended())
+            next(kept[-1])
+
+        def use(sync):
+            with sync.uneven():
+                pass
+
+        for work in (leave, partial(use, syncs[1]), partial(use, syncs[2])):
+            with ThreadPoolExecutor(1) as threads:  # a thread's number is often that of the one before
+                threads.submit(work).result(20)
+
+    run_world(2, body, clock=SYSTEM_CLOCK)
 
 
 def test_a_refused_step_that_is_not_caught_ends_the_generation_with_its_error():

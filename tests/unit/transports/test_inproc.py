@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch
-from ferrorpc.testing import FaultPlan, run_world
+from ferrorpc.testing import FaultPlan, ManualClock, run_world
 from ferrorpc.transports.inproc import InprocTransport, Network
 from ferrorpc.transports.mailbox import Mailbox
 
@@ -83,3 +83,17 @@ def test_a_delayed_message_that_fails_holds_up_no_other() -> None:
         clock.timers.pop()()
     clock.timers.pop()()
     assert came == [1, 2, 3]
+
+
+def test_a_message_that_another_one_of_its_pair_sets_off_arrives_after_it_on_the_same_thread() -> None:
+    clock, came = ManualClock(), list[str]()
+    network = Network(clock, FaultPlan(delay_seconds=(0.001, 0.001)), 0)
+
+    def first() -> None:
+        clock.call_at(0.0, lambda: came.append("a timer"))  # which fires what is due, the second message too
+        came.append("first")
+
+    network.carry(0, 1, first)
+    network.carry(0, 1, lambda: came.append("second"))
+    clock.advance(1.0)
+    assert came == ["a timer", "first", "second"]
