@@ -115,6 +115,15 @@ def test_a_copy_for_an_operation_ends_with_its_deadline_or_its_generation(cupy: 
     stuck.fake.tasks.clear()
 
 
+def test_no_copy_begins_for_an_operation_whose_generation_is_over(cupy: StandIn) -> None:
+    x, staging, latch, begun = cupy.asarray(np.ones(4)), small(cupy), Latch(), list[int]()
+    cupy.machine.copying = lambda direction, gpu, size_bytes: begun.append(size_bytes) is None
+    latch.trip(GroupAbortedError(1, "it was asked to"))
+    with pytest.raises(GroupAbortedError):
+        staging.to_pinned(x, Guard(SYSTEM_CLOCK, latch, 10.0))
+    assert not begun
+
+
 def test_slots_that_could_not_be_pinned_are_not_counted(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     staging, x = small(cupy), cupy.asarray(np.arange(100))
 
