@@ -35,7 +35,12 @@ _MEMBER_ROWS_MIN = 8
 @coordinator_option
 @job_option
 @click.option("--watch", is_flag=True, help="Show it again every second, with rates, until interrupted.")
-@click.option("--json", "as_json", is_flag=True, help="The coordinator's response as JSON, one object a line.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="The coordinator's response as JSON, one object a line; empty before any job begins.",
+)
 def command(address: str | None, job: str | None, watch: bool, as_json: bool) -> None:
     """Show a job: its members and what they do, open barriers and who is missing, generations and why each began, events."""
     from ferrorpc.v1.identity_pb2 import Position
