@@ -41,23 +41,6 @@ def whole(size, kind, options):
     return module, held
 
 
-def test_settings_are_those_that_the_optimizer_has_made_of_what_it_was_given():
-    class Scaled(torch.optim.SGD):
-        def __init__(self, parameters, lr):
-            super().__init__(parameters, lr=lr)
-            for members in self.param_groups:
-                members["lr"] = lr / 4
-
-    def body(group):
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        optimizer = ZeroOptimizer([parameter], Scaled, group, lr=1.0)
-        parameter.grad = torch.ones(3)
-        optimizer.step()
-        return optimizer.param_groups[0]["lr"], parameter.tolist()
-
-    assert run_world(2, body) == [(0.25, [-0.25] * 3)] * 2
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=[kind.__name__ for kind, _ in KINDS])
 def test_weights_are_those_of_torchs_own_optimizer(size, kind, options):

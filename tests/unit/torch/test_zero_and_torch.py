@@ -224,3 +224,20 @@ def test_the_state_after_a_step_that_failed_is_refused_until_one_is_loaded():
         return torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
 
     assert run_world(2, body) == [True, True]
+
+
+def test_settings_are_those_that_the_optimizer_has_made_of_what_it_was_given():
+    class Scaled(torch.optim.SGD):
+        def __init__(self, parameters, lr):
+            super().__init__(parameters, lr=lr)
+            for members in self.param_groups:
+                members["lr"] = lr / 4
+
+    def body(group):
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer = ZeroOptimizer([parameter], Scaled, group, lr=1.0)
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        return optimizer.param_groups[0]["lr"], parameter.tolist()
+
+    assert run_world(2, body) == [(0.25, [-0.25] * 3)] * 2
