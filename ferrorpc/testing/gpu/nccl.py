@@ -92,6 +92,12 @@ class FakeNccl:
             return self.minted.to_bytes(8, "big") * (ID_BYTES // 8)
 
 
+class _Thread(threading.local):
+    """A thread's calls since ncclGroupStart; None outside a group."""
+
+    grouped: list[tuple[FakeCommunicator, Part, int]] | None = None
+
+
 class FakeApi(NcclApi):
     """`NcclApi` on one fake GPU."""
 
@@ -102,6 +108,7 @@ class FakeApi(NcclApi):
         self.gpu = gpu
         self.version = version
         self.features = Features.of(version) if features is None else features
+        self._thread = _Thread()
         self.broken_mint: Exception | None = None
         """An exception for `unique_id` to raise, to test what other ranks see then."""
 
@@ -116,6 +123,24 @@ class FakeApi(NcclApi):
             if rank in meeting.ends or meeting.size != size:
                 raise failed("ncclCommInitRank", State.INVALID_ARGUMENT, f"rank {rank} of {size} was there already")
             return FakeCommunicator(self, meeting, rank, completes=unique_ids[0] not in self.world.absent)
+
+    def grouped(self, calls: Callable[[], object]) -> None:
+        parts: list[tuple[FakeCommunicator, Part, int]] = []
+        self._thread.grouped = parts
+        try:
+            calls()
+        finally:
+            self._thread.grouped = None
+            for communicator in dict.fromkeys(entry[0] for entry in parts):
+                mine = [(part, stream) for owner, part, stream in parts if owner is communicator]
+                communicator.launch([part for part, _ in mine], mine[0][1])
+
+    def call(self, communicator: FakeCommunicator, part: Part, stream: int) -> None:
+        """Launches a call now, or adds it to the current group."""
+        if self._thread.grouped is not None:
+            self._thread.grouped.append((communicator, part, stream))
+        else:
+            communicator.launch([part], stream)
 
 
 class FakeCommunicator(Communicator):
@@ -144,8 +169,6 @@ class FakeCommunicator(Communicator):
         self._collectives = 0
         self._looks = 0
         """How many state queries return IN_PROGRESS from now on."""
-        self._group: list[tuple[Part, int]] | None = None
-        """Calls since ncclGroupStart; None outside a group."""
         self._launching: list[tuple[FakeStream, _Task]] = []
         """What comes to its stream when these are over."""
         self._machine = api.world.machine
@@ -192,41 +215,28 @@ class FakeCommunicator(Communicator):
         return "Duplicate GPU detected" if len({end.api.gpu.uuid for end in ends}) < len(ends) else ""
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        self._call(Part("all_reduce", source, target, count, datatype, op), stream)
+        self.api.call(self, Part("all_reduce", source, target, count, datatype, op), stream)
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
-        self._call(Part("reduce", source, target, count, datatype, op, root), stream)
+        self.api.call(self, Part("reduce", source, target, count, datatype, op, root), stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        self._call(Part("reduce_scatter", source, target, count, datatype, op), stream)
+        self.api.call(self, Part("reduce_scatter", source, target, count, datatype, op), stream)
 
     def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
-        self._call(Part("broadcast", source, target, count, datatype, None, root), stream)
+        self.api.call(self, Part("broadcast", source, target, count, datatype, None, root), stream)
 
     def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
-        self._call(Part("all_gather", source, target, count, datatype), stream)
+        self.api.call(self, Part("all_gather", source, target, count, datatype), stream)
 
     def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        self._call(Part("send", source, 0, count, datatype, None, peer), stream)
+        self.api.call(self, Part("send", source, 0, count, datatype, None, peer), stream)
 
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        self._call(Part("recv", 0, target, count, datatype, None, peer), stream)
+        self.api.call(self, Part("recv", 0, target, count, datatype, None, peer), stream)
 
     def grouped(self, calls: Callable[[], object]) -> None:
-        self._group = group = list[tuple[Part, int]]()
-        try:
-            calls()
-        finally:
-            self._group = None
-            if group:
-                self.launch([part for part, _ in group], group[0][1])
-
-    def _call(self, part: Part, stream: int) -> None:
-        """Launches a call now, or with its group."""
-        if self._group is None:
-            self.launch([part], stream)
-        else:
-            self._group.append((part, stream))
+        self.api.grouped(calls)
 
     def split(self, color: int | None, key: int) -> Communicator | None:
         self._check("ncclCommSplit")
