@@ -53,8 +53,8 @@ class Out:
         given: the caller's object.
         spec: its dtype and shape.
         origin: its elements as an array in storage dtype, on the host or a device; None if they can only be stored.
-        store: copies results from `data` to it; None where that is `origin` itself, or another array on the host.
-        scratch: where to write if not to `origin`; None for a new array on the host.
+        store: copies results from `data` to it; None to copy to `origin`, on the host, unless `data` is `origin` itself.
+        scratch: `data` where that is not `origin`; None for a new array on the host.
     """
 
     __slots__ = ("_origin", "_store", "data", "given", "spec")

@@ -175,7 +175,7 @@ class Barriers:
         """A member died or left: barriers that wait for it fail; in generation 0 its arrival is removed."""
         for key, barrier in list(self._open.items()):
             self._fail_if_impossible(key, barrier)
-            self._withdraw(key, barrier, member.client)
+            self._withdraw(key, barrier, member.client)  # in a generation they arrive as ranks, and stay
 
     def member_reforms(self) -> None:
         """A member has asked for the next generation: barriers of this one that wait for it fail."""
