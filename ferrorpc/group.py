@@ -315,6 +315,10 @@ class ProcessGroup(Collectives):
         receives from this rank, or sends it a message of more than 4 MiB, gets a GroupClosedError. One that waits for this rank
         in a collective of the subgroup that it has not begun ends the generation, with a GroupAbortedError that names it.
         """
+        self._finish_and_leave("")
+
+    def _finish_and_leave(self, reason: str) -> None:
+        """As `close`. The reason is told as by `_leave`."""
         if self._has_left or self._is_ending:
             return None
         if self._renewed is not None:  # of a reform() that was interrupted
@@ -327,15 +331,16 @@ class ProcessGroup(Collectives):
                     if self._backend.latch.cause is None:
                         self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
             finally:  # also when it is interrupted, or the others would not hear of it
-                self._leave("")
+                self._leave(reason)
         finally:
             self._is_ending = False
 
     def _leave(self, reason: str) -> None:
-        """Closes the lanes and leaves the job. A reason (an exception's) is sent to the others before the lanes close."""
+        """Closes the lanes and leaves the job. A reason (an exception's) is sent to the others before the lanes close; that of
+        a subgroup to those who wait for this rank in it."""
         self._dispatch.close()
         if not self._dispatch.is_world:
-            self._dispatch.retire()
+            self._dispatch.retire(reason)
             self._backend.close()
             self._has_left = True
             return
@@ -358,10 +363,14 @@ class ProcessGroup(Collectives):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._following is not None:  # after `group = group.reform()` within the block
             self._following.__exit__(kind, error, traceback)
-        elif error is None or self._dispatch.closed or not self._dispatch.is_world or _is_clean(error):
+        elif error is None or self._dispatch.closed or _is_clean(error):
             self.close()
         else:
-            self._leave(reason_of(error) if self._backend.latch.cause is None else "")
+            reason = reason_of(error) if self._backend.latch.cause is None else ""
+            if self._dispatch.is_world:
+                self._leave(reason)
+            else:  # its operations in flight are perhaps needed by those who go on
+                self._finish_and_leave(reason)
 
     def __getstate__(self) -> NoReturn:
         """Raises UsageError: a group belongs to its process."""

@@ -191,13 +191,14 @@ class Backend(ABC):
         if type(self).split is Backend.split:
             self.split(ranks, group_id)
 
-    def retire(self, begun: Sequence[Begun]) -> None:
+    def retire(self, begun: Sequence[Begun], reason: str) -> None:
         """Called before a subgroup is closed: this rank begins nothing of it any more.
 
         Backends that can do so tell the peers that wait for this rank in another operation, and drop what nobody will take.
 
         Args:
             begun: the numbers that this rank has begun in each stream. Stream 0 is program order.
+            reason: the exception by which this rank left the subgroup, for those who wait; empty for none.
         """
         return
 

@@ -135,8 +135,8 @@ class MessageBackend(Backend):
         key = Key(self.group_id, BARRIER_STREAM, next(self._barriers))
         self.run(self.prepare(Call(Operation.BARRIER)).start(key, [], None, guard))
 
-    def retire(self, begun: Sequence[Begun]) -> None:
-        self.transport.mailbox.retire(self.group_id, begun)
+    def retire(self, begun: Sequence[Begun], reason: str) -> None:
+        self.transport.mailbox.retire(self.group_id, begun, reason)
 
     def split(self, ranks: Sequence[int], group_id: int) -> MessageBackend:
         """The subgroup of these group ranks, on the same lanes."""

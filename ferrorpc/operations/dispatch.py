@@ -93,14 +93,14 @@ class Dispatch:
                 dispatch._closing = error
                 dispatch.close()
 
-    def retire(self) -> None:
+    def retire(self, reason: str) -> None:
         """After close(): ends the recvs of a subgroup, and tells the backend which operations have begun. May be called again
-        where it was interrupted."""
+        where it was interrupted. `reason`: as for `Backend.retire`."""
         self.backend.latch.forget(self._ticket)
         self._latch_of_recvs.trip(self._closing)
         if self._begun[0].last < 0:
             self._begun[0] = Begun(self.next_number() - 1)
-        self.backend.retire(self._begun)
+        self.backend.retire(self._begun, reason)
 
     @property
     def is_open(self) -> bool:

@@ -44,15 +44,27 @@ class ClosedGroups:
 
     def __init__(self) -> None:
         self._begun: dict[int, tuple[Begun, ...]] = {}
+        self._reasons: dict[int, str] = {}
+        """Only of groups that have one."""
 
-    def add(self, group: int, begun: Sequence[Begun]) -> None:
-        """Adds a group. `begun`: as for `Backend.retire`."""
+    def add(self, group: int, begun: Sequence[Begun], reason: str = "") -> None:
+        """Adds a group. The arguments are those of `Backend.retire`."""
         self._begun[group] = tuple(begun)
+        if reason:
+            self._reasons[group] = reason
         if len(self._begun) > CLOSED_GROUPS_MAX:
-            del self._begun[next(iter(self._begun))]
+            oldest = next(iter(self._begun))
+            del self._begun[oldest]
+            self._reasons.pop(oldest, None)
 
     def __contains__(self, group: int) -> bool:
         return group in self._begun
+
+    def explain(self, group: int) -> str:
+        """What to tell a peer that waits for this rank in a closed group."""
+        reason = self._reasons.get(group)
+        cause = f", left by {reason}" if reason else ""
+        return f"it closed a subgroup in which others wait for it{cause}"
 
     def begun_in_stream_of(self, key: Key) -> Begun | None:
         """What has begun in an operation's stream. None where its group is open, and for send, recv and `Backend.barrier`,

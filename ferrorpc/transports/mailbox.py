@@ -193,7 +193,7 @@ class Mailbox:
         lookups = self._lookups
         lookups[group] = weakref.WeakMethod(entered, lambda _: lookups.pop(group, None))
 
-    def retire(self, group: int, begun: Sequence[Begun]) -> None:
+    def retire(self, group: int, begun: Sequence[Begun], reason: str = "") -> None:
         """The group is closed: this rank begins no operation of it any more, and receives no send.
 
         Peers that wait for one that has not begun are told. What has come of such a one, or was sent, is dropped, and so is
@@ -201,9 +201,10 @@ class Mailbox:
 
         Args:
             begun: as for `Backend.retire`.
+            reason: the same.
         """
         with self._lock:
-            self._closed.add(group, begun)
+            self._closed.add(group, begun, reason)
             for stream in [place for place in self._last if place[0] == group]:
                 del self._last[stream]
             self._missed -= {missed for missed in self._missed if missed[1].group == group}
@@ -343,8 +344,7 @@ class Mailbox:
             over = key.group in self._closed and (key.number != ANY_NUMBER or not self._has_unsent(key.group, peer))
             return Standing(FINISHED if over else ABSENT, "", 0, "")
         if self._closed.never_begins(key):
-            cause = f"it closed a subgroup in which others wait for it: {signature} #{key.number}"
-            self.report(GroupAbortedError(self.rank, cause))
+            self.report(GroupAbortedError(self.rank, f"{self._closed.explain(key.group)}: {signature} #{key.number}"))
         with self._lock:
             box = self._boxes.get(key)
             entered = box.signature if box is not None else None

@@ -197,6 +197,32 @@ def closes_while_others_wait(group: ProcessGroup) -> Any:
 CLOSED = "it closed a subgroup in which others wait for it: all_reduce(op=sum, float64[4]) #2"
 
 
+def leaves_while_others_wait(group: ProcessGroup) -> str:
+    """Rank 1 leaves a subgroup's block by an exception, with which it is then busy."""
+    sub, clock = group.subgroup([1, 0]), group.session.clock
+    assert sub is not None
+    if group.rank == 1:
+        with pytest.raises(ValueError, match="no such batch"), sub:
+            raise ValueError("no such batch")
+        clock.parker().park(clock.now() + 2.0)
+    with pytest.raises(GroupAbortedError) as raised:
+        group.barrier() if group.rank == 1 else sub.all_reduce(np.ones(4))
+    return raised.value.cause
+
+
+LEFT = "it closed a subgroup in which others wait for it, left by ValueError: no such batch: all_reduce(op=sum, float64[4]) #1"
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory", "simulated"])
+def test_who_waits_in_a_subgroup_that_a_rank_left_by_an_exception_is_told_of_it(transport: str) -> None:
+    if transport == "simulated":
+        assert run_world(2, leaves_while_others_wait) == [LEFT, LEFT]
+        return
+    with GrpcWorld(2, transport=transport) as world:
+        groups = [ProcessGroup(backend, timeout=20.0) for backend in world.backends]
+        assert run_groups(groups, leaves_while_others_wait) == [LEFT, LEFT]
+
+
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
 def test_who_waits_in_a_subgroup_for_a_rank_that_closed_it_is_told(transport: str) -> None:
     with GrpcWorld(3, transport=transport) as world:

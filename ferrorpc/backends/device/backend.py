@@ -262,8 +262,8 @@ class DeviceBackend(RawOperations, Backend):
     def _world(self, ranks: Sequence[int]) -> list[int]:
         return [self.world_ranks[rank] for rank in ranks]
 
-    def retire(self, begun: Sequence[Begun]) -> None:
-        self.lanes.retire(begun)
+    def retire(self, begun: Sequence[Begun], reason: str) -> None:
+        self.lanes.retire(begun, reason)
 
     def renew(self, timeout: float) -> Self:
         """The backend of the next generation, with new lanes and a new communicator."""
