@@ -38,7 +38,11 @@ def exit_code_of(error: BaseException) -> int | None:
     """The exit code of a process that an exception ends; None where the interpreter's own (1) says enough.
 
     Whether the error is retryable comes first: a name that another process still holds is a ConfigError, but a retry helps.
+    Errors raised together, as by asyncio.TaskGroup, have a code if it is the same for all.
     """
+    if isinstance(error, BaseExceptionGroup):
+        codes = set(map(exit_code_of, error.exceptions))
+        return codes.pop() if len(codes) == 1 else None
     if isinstance(error, FerroError) and error.retryable:
         return EXIT_RETRY
     return EXIT_CONFIG if isinstance(error, CONFIGURATION_ERRORS) else None

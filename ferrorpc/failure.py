@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from asyncio import CancelledError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from ferrorpc.generation_errors import is_interrupt
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 def tell_others(group: ProcessGroup, error: BaseException) -> None:
     """Ends the generation with this error as its cause. Not with a SystemExit: the end of this process does that."""
-    if isinstance(error, Exception | KeyboardInterrupt | CancelledError | GeneratorExit):
+    if not isinstance(error, SystemExit):
         group.abort(error)
 
 
@@ -33,6 +34,6 @@ def interrupts_told(group: ProcessGroup) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception):
-            tell_others(group, error)
+        if is_interrupt(error):
+            group.abort(error)
         raise

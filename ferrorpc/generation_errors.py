@@ -48,8 +48,17 @@ def error_on_rank(rank: int, origin: int, cause: FerroError) -> FerroError:
     return cause
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it ends from outside what a thread does: Ctrl-C, or what else a signal handler raises that is no Exception, such
+    as the time limit of a test runner. Not a SystemExit: that ends the process, of which the others hear anyway."""
+    return not isinstance(error, Exception | SystemExit)
+
+
 def reason_of(error: BaseException) -> str:
-    """An exception as the other ranks see it: "ValueError: no such file"."""
+    """An exception as the other ranks see it: "ValueError: no such file". Of several, as asyncio.TaskGroup raises them, the
+    first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     try:
         first_line = str(error).partition("\n")[0]
     except Exception:  # noqa: BLE001  the user's class may raise anything, which must not take the place of its own error

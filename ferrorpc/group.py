@@ -20,7 +20,7 @@ from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.call import Operation, example
 from ferrorpc.coordination.base import Session, Store
 from ferrorpc.errors import BackendUnavailableError, FerroError, GroupAbortedError, GroupClosedError, UsageError
-from ferrorpc.generation_errors import ended_by, generation_replaced, reason_of
+from ferrorpc.generation_errors import ended_by, generation_replaced, is_interrupt, reason_of
 from ferrorpc.guard import Guard, seconds_of
 from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
 from ferrorpc.operations.collectives import Collectives
@@ -177,8 +177,9 @@ class ProcessGroup(Collectives):
         try:
             self._run(Operation.BARRIER, [], NOTHING, False, timeout, note=note)
             return self._subgroup_of(chosen)
-        except KeyboardInterrupt as error:  # the others may have the subgroup
-            self.abort(error)
+        except BaseException as error:
+            if is_interrupt(error):  # the others may have the subgroup
+                self.abort(error)
             raise
 
     def _subgroup_of(self, chosen: list[int]) -> ProcessGroup | None:

@@ -174,7 +174,7 @@ def _import_path() -> list[str]:
     if it is one of Python's own, as with `python -m cProfile`."""
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     pythons = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-    left_out = {"", os.path.dirname(os.path.abspath(script))}.difference(pythons)
+    left_out = {"", script and os.path.dirname(os.path.abspath(script))}.difference(pythons)
     path = [each for each in sys.path if each not in left_out]
     own = (_folder_of("ferrorpc"), _folder_of("ferrorpc_coordinator"))
     return [*(folder for folder in dict.fromkeys(own) if folder and folder not in path), *path]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -62,8 +65,26 @@ _SPAWNED_IN_A_RANK: Final = (
 )
 _open: list[LocalSession | RemoteSession] = []
 """The session of this process's group. The next `init_process_group` checks whether it was left."""
+_joining: dict[int, int] = {}
+"""The thread that is just calling `init_process_group`, by the id of its process: that of a forked child's parent is none."""
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Around `init_process_group`, which one thread of a process at a time may call."""
+    process, thread = os.getpid(), threading.get_ident()
+    if _joining.setdefault(process, thread) != thread:  # its own: an interrupt came before it could be taken back
+        raise UsageError(
+            "another thread of this process is just joining",
+            hint="call init_process_group() once, before threads start, and share the group among them",
+        )
+    try:
+        yield
+    finally:
+        _joining.pop(process, None)
+
+
+@_alone()
 def init_process_group(
     backend: str = "auto", transport: str = "auto", timeout: float | None = None, **settings: Any
 ) -> ProcessGroup:
@@ -86,8 +107,9 @@ def init_process_group(
 
     Raises:
         ConfigError: a setting or a variable is wrong; the message names it.
-        UsageError: this process has an open group already; or, where there is a coordinator, was forked from one that had been
-            a member, or is a helper that imports the main script (which needs `if __name__ == "__main__":`).
+        UsageError: this process has an open group already, or another thread of it is just joining; or, where there is a
+            coordinator, it was forked from one that had been a member, or is a helper that imports the main script (which
+            needs `if __name__ == "__main__":`).
         CoordinatorUnavailableError: no coordinator answered at its address in time.
         RendezvousTimeoutError: naming the missing members.
         BackendUnavailableError: the backend cannot work here.

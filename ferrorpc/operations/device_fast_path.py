@@ -101,7 +101,7 @@ class DeviceFastPath:
                 dispatch.note(prepared.signature)
                 return out
             return dispatch.finish(execution, DeviceResult(out), async_op)
-        except (KeyboardInterrupt, Exception) as error:
+        except BaseException as error:
             dispatch.struck(Operation.ALL_REDUCE.value, error)
             if execution is not None:  # perhaps it has no driver yet, which alone would check its deadline
                 execution.finish()

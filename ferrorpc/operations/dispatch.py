@@ -31,7 +31,7 @@ from ferrorpc.errors import (
     LimitExceededError,
     StaleGenerationError,
 )
-from ferrorpc.generation_errors import used_in_child
+from ferrorpc.generation_errors import is_interrupt, used_in_child
 from ferrorpc.guard import FOREVER, Guard, seconds_of, wake_nobody
 from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.landings import Landing, Landings
@@ -221,7 +221,7 @@ class Dispatch:
                     raise verdict(guard, failure_of(f"operation {number} of stream {stream}", error)) from None
                 raise
             return self.finish(execution, result, async_op)
-        except (KeyboardInterrupt, Exception) as error:
+        except BaseException as error:
             self.struck(operation.value, error, execution)
             raise
 
@@ -272,8 +272,8 @@ class Dispatch:
             raise
         except BaseException as error:
             failure = type(error).__name__
-            if isinstance(error, KeyboardInterrupt) and execution.timeout_breaks:  # that of a recv concerns this rank alone
-                self.interrupted(execution.label)
+            if is_interrupt(error) and execution.timeout_breaks:  # that of a recv concerns this rank alone
+                self.interrupted(execution.label, error)
             raise
         finally:
             if activity is not None:
@@ -281,20 +281,23 @@ class Dispatch:
             if ended is not None:
                 ended(failure)
 
-    def interrupted(self, label: str, interrupt: str = "KeyboardInterrupt") -> None:
+    def interrupted(self, label: str, error: BaseException) -> None:
         """Ends the generation after an interrupt in an operation with a number: the other ranks wait for this one."""
-        self.end(GroupAbortedError(self.backend.world_ranks[self.backend.rank], f"{interrupt} during {label}"))
+        self.end(GroupAbortedError(self.backend.world_ranks[self.backend.rank], f"{type(error).__name__} during {label}"))
 
     def struck(self, label: str, error: BaseException, execution: Execution | None = None) -> None:
-        """As `interrupted`, where this is Ctrl-C or an error of a signal handler. Of any other the generation knows, or the
-        number was given back, as after a RuntimeError, which may be CUDA's.
+        """As `interrupted`, where this is an interrupt or an error of a signal handler. Of any other the generation knows, or
+        the number was given back, as after a RuntimeError, which may be CUDA's.
 
         Args:
             execution: which perhaps has no driver yet; None where it was not started.
         """
-        if isinstance(error, KeyboardInterrupt):
-            self.interrupted(label)
-        elif not isinstance(error, FerroError | MemoryError | RuntimeError) and place_in_user_code(error) is not None:
+        if is_interrupt(error):
+            self.interrupted(label, error)
+        elif (
+            not isinstance(error, SystemExit | FerroError | MemoryError | RuntimeError)
+            and place_in_user_code(error) is not None
+        ):
             self.end(failure_of(label, error))
         if execution is not None and (self.backend.latch.cause or self.backend.latch.ended_here):
             with suppress(Exception):  # such as of one with which another thread still works: what has struck tells more

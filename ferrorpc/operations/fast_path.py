@@ -280,7 +280,7 @@ class FastPath:
                 execution = self._execution(prepared, number, claim[0], steps, found, seconds)
             dispatch.run(execution)
             return number
-        except (KeyboardInterrupt, Exception) as error:
+        except BaseException as error:
             dispatch.struck(prepared.signature, error)
             raise
 

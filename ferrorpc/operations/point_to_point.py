@@ -78,7 +78,7 @@ class PointToPoint:
             else:
                 execution = self._backend.start_send(source.data, source.spec, peer, tag, self._dispatch.guard(seconds))
             return self._dispatch.send(execution, async_op)
-        except (KeyboardInterrupt, Exception) as error:
+        except BaseException as error:
             self._dispatch.struck(f"send(dst={dst}, tag={tag})", error, execution)
             raise
 
@@ -139,7 +139,7 @@ class PointToPoint:
             if not async_op:
                 execution.give_back()  # also a message that was taken, but not made into a result
             elif not isinstance(error, FerroError):  # nobody has its Work, and it takes the next message all the same
-                self._dispatch.interrupted(execution.label, type(error).__name__)
+                self._dispatch.interrupted(execution.label, error)
                 execution.finish()
             raise
 

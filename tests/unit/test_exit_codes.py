@@ -22,6 +22,14 @@ def test_an_error_that_is_retryable_itself_asks_for_a_retry_whatever_its_class()
     assert exit_code_of(errors.PeerLostError(1, "it is gone for good", retryable=False)) is None
 
 
+def test_errors_that_are_raised_together_have_the_code_that_each_of_them_has() -> None:
+    """As asyncio.TaskGroup raises them, which wraps a single one, too."""
+    lost = errors.PeerLostError(1, "it ended")
+    assert exit_code_of(ExceptionGroup("tasks", [lost])) == 75
+    assert exit_code_of(ExceptionGroup("tasks", [lost, ExceptionGroup("more", [lost, lost])])) == 75
+    assert exit_code_of(ExceptionGroup("tasks", [lost, ValueError("no such file")])) is None
+
+
 def test_other_exceptions_keep_the_interpreters_code() -> None:
     assert exit_code_of(ValueError("x")) is None
     assert exit_code_of(KeyboardInterrupt()) is None

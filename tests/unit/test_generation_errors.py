@@ -53,6 +53,7 @@ def test_only_the_rank_whose_deadline_passed_has_timed_out() -> None:
 def test_a_reason_is_one_line() -> None:
     assert reason_of(ValueError("first\nsecond")) == "ValueError: first"
     assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert reason_of(ExceptionGroup("tasks", [ExceptionGroup("more", [KeyError("first")]), OSError()])) == "KeyError: 'first'"
 
 
 def test_an_exception_that_cannot_say_what_it_is_has_a_reason() -> None:

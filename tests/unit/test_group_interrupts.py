@@ -37,17 +37,24 @@ LONG = np.ones(1 << 19, np.float32)
 """More than one chunk."""
 
 
-def interrupt_the_first_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+class TimeLimit(BaseException):
+    """As a test runner's signal handler raises it."""
+
+
+def interrupt_the_first_wait(monkeypatch: pytest.MonkeyPatch, error: type[BaseException] = KeyboardInterrupt) -> None:
     """As Ctrl-C does, once."""
 
     def interrupted(*_: Any) -> None:
         monkeypatch.undo()
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(driver, "_wait", interrupted)
 
 
-def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeLimit])
+def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
     """The others would wait for its part until their deadline."""
 
     def body(group: ProcessGroup) -> tuple[int, str]:
@@ -57,8 +64,8 @@ def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(monk
             group.store.wait("interrupted")
         else:
             group.store.wait(["made/0", "made/1"])
-            interrupt_the_first_wait(monkeypatch)
-            with pytest.raises(KeyboardInterrupt):
+            interrupt_the_first_wait(monkeypatch, error)
+            with pytest.raises(error):
                 half.all_reduce(X)
             group.store.set("interrupted", b"")
         with pytest.raises(GroupAbortedError) as broken:
@@ -67,7 +74,7 @@ def test_an_operation_that_is_interrupted_ends_the_generation_on_every_rank(monk
 
     for rank, cause in run_world(3, body, timeout=10.0):
         assert rank == 2
-        assert re.fullmatch(r"KeyboardInterrupt during all_reduce\(op=sum, float32\[3\]\).*", cause)
+        assert re.fullmatch(error.__name__ + r" during all_reduce\(op=sum, float32\[3\]\).*", cause)
 
 
 def of_a_step(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
@@ -191,7 +198,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeLimit, TimeoutError])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_an_interrupt_before_an_operation_waits_for_anything_ends_the_generation_too(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[ProcessGroup], Any], error: type[BaseException]

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.errors import CodecError, FerroError, GroupAbortedError, LimitExceededError
-from ferrorpc.generation_errors import PEER_LEFT, links_closed
+from ferrorpc.generation_errors import PEER_LEFT, is_interrupt, links_closed
 from ferrorpc.transports import control
 from ferrorpc.transports.base import Payload, Transport
 from ferrorpc.transports.mailbox import Mailbox
@@ -89,9 +89,10 @@ class SharedMemoryTransport(Transport):
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
         try:
             self._host_peers.reader.busy_poll(self._links[peer].socket, over)
-        except KeyboardInterrupt:
-            # A message that was just read may not be in the mailbox, and its slot may never be freed.
-            self.mailbox.report(GroupAbortedError(self.rank, f"KeyboardInterrupt while it read from rank {peer}"))
+        except BaseException as error:
+            if is_interrupt(error):  # a message that was just read may not be in the mailbox, and its slot may never be freed
+                cause = f"{type(error).__name__} while it read from rank {peer}"
+                self.mailbox.report(GroupAbortedError(self.rank, cause))
             raise
 
     def traffic(self) -> dict[int, tuple[str, int]]:

@@ -256,6 +256,17 @@ def test_its_import_path_is_this_processs_in_its_order(monkeypatch: pytest.Monke
     assert sorted(coordinator._import_path()) == sorted({*own, "/first"})
 
 
+def test_its_import_path_has_the_folder_above_the_current_one_where_there_is_no_script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As with `python -c`, and in a notebook."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path)])
+    assert str(tmp_path) in coordinator._import_path()
+
+
 def test_its_import_path_has_pythons_own_folders_also_where_a_module_of_them_runs_the_script(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

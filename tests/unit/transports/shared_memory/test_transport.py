@@ -204,18 +204,25 @@ def test_a_waiting_message_that_the_system_refuses_ends_the_generation(pair: Pai
     assert "refuses what is sent to rank 0: " in pair.latch.cause.message
 
 
-def test_an_interrupt_while_a_message_is_read_ends_the_generation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+class TimeLimit(BaseException):
+    """As a test runner's signal handler raises it."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeLimit])
+def test_an_interrupt_while_a_message_is_read_ends_the_generation(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
     """The message may be lost, and whoever waits for it would wait until its deadline."""
 
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(pair.transport._host_peers.reader, "busy_poll", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         pair.transport.busy_poll(0, lambda: False)
     (failure,) = pair.failures
     assert isinstance(failure, GroupAbortedError)
-    assert (failure.rank, failure.cause) == (1, "KeyboardInterrupt while it read from rank 0")
+    assert (failure.rank, failure.cause) == (1, f"{error.__name__} while it read from rank 0")
 
 
 def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:
