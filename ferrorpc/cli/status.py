@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -17,6 +17,8 @@ from ferrorpc.config import Config
 from ferrorpc.errors import AuthenticationError, ConfigError, CoordinatorUnavailableError, FerroError
 
 if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor
+
     from ferrorpc.v1.session_pb2 import StatusResponse
     from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
 
@@ -166,4 +168,16 @@ def as_json_text(response: StatusResponse) -> str:
     from google.protobuf.json_format import MessageToDict
 
     fields = MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    _make_numbers(fields, response.DESCRIPTOR)
     return json.dumps(fields)
+
+
+def _make_numbers(fields: dict[str, Any], message: Descriptor) -> None:
+    """Makes numbers of the texts as which protobuf gives those of 64 bits, so that filters compare them as numbers."""
+    for name, value in fields.items():
+        field = message.fields_by_name[name]
+        if field.message_type is not None:
+            for part in value if isinstance(value, list) else [value]:
+                _make_numbers(part, field.message_type)
+        elif field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64):
+            fields[name] = [int(part) for part in value] if isinstance(value, list) else int(value)

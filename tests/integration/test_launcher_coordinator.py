@@ -139,7 +139,7 @@ def test_a_coordinator_that_dies_is_started_again_on_its_address_and_journal(job
     after = position(address)
     assert store(address, 2, get=store_pb2.GetOperation(key="k")).value == b"kept"
     assert after["cluster_id"] == before["cluster_id"]
-    assert int(after["epoch"]) == int(before["epoch"]) + 1
+    assert after["epoch"] == before["epoch"] + 1
     (tmp_path / "go").touch()
     _, err = job.communicate(timeout=60)
     assert job.returncode == 0

@@ -25,7 +25,7 @@ SCRIPT = """
             sync(like)
         while group.rank == 0:
             members = json.loads(status("--json"))["members"]
-            if all(int((member["training"] or {"steps": 0})["steps"]) == 40 for member in members):
+            if all(member.get("training", {}).get("steps") == 40 for member in members):
                 print(status(), flush=True)
                 break
         group.barrier()
@@ -53,7 +53,7 @@ WAITS = """
     def waited_ms(rank):
         command = [sys.executable, "-m", "ferrorpc", "status", "--json"]
         members = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["members"]
-        return next(int(member["operation_ms"]) for member in members if int(member["rank"]) == rank)
+        return next(member["operation_ms"] for member in members if member["rank"] == rank)
 
     with ferrorpc.init_process_group() as group:
         x = np.ones(10, np.float32)

@@ -132,6 +132,17 @@ def test_json_keeps_the_protocols_names_and_its_zeros():
     assert found["barriers"][0]["missing_ranks"] == [1]
 
 
+def test_json_has_numbers_as_numbers_of_64_bits_too():
+    response = answer()
+    response.barriers[0].arrived_after_ms.append(70)
+    response.generations[0].lasted_ms = 2**40
+    found = json.loads(as_json_text(response))
+    assert found["members"][1]["beat_age_ms"] == 4200
+    assert found["position"]["generation"] == 5
+    assert found["barriers"][0]["arrived_after_ms"] == [70]
+    assert found["generations"][0]["lasted_ms"] == 2**40
+
+
 def test_json_has_a_position_also_before_any_job_has_begun(monkeypatch, capsys):
     def ask(*_):
         raise ConfigError("there is no job", jobs=0)
@@ -139,7 +150,7 @@ def test_json_has_a_position_also_before_any_job_has_begun(monkeypatch, capsys):
     monkeypatch.setattr(status, "connect", lambda config: contextlib.nullcontext())
     monkeypatch.setattr(status, "_ask", ask)
     status.command.main(["--json", "--coordinator", "localhost:1"], standalone_mode=False)
-    assert json.loads(capsys.readouterr().out)["position"]["generation"] == "0"
+    assert json.loads(capsys.readouterr().out)["position"]["generation"] == 0
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
