@@ -158,7 +158,7 @@ class Collector:
             ("ferrorpc_grpc_handled", "Calls ended, by method and code", ("method", "code"), counters.handled),
             ("ferrorpc_request_errors", "Requests answered with an error, by its code", ("code",), counters.request_errors),
             ("ferrorpc_first_causes", "Generations of any job that broke, by first cause", ("cause",), counters.first_causes),
-            ("ferrorpc_member_changes", "Changes of state within living generations", ("state",), counters.member_changes),
+            ("ferrorpc_member_changes", "Changes of members' states", ("state",), counters.member_changes),
         ):
             family = CounterMetricFamily(name, text, labels=labels)
             for key, value in list(counted.items()):

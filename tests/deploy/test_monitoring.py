@@ -112,6 +112,16 @@ def test_the_dashboard_asks_for_what_there_is() -> None:
     assert {name for expression in expressions for name in NAME.findall(expression)} <= series()
 
 
+def test_the_dashboard_says_what_is_not_of_the_chosen_job_alone() -> None:
+    others = [
+        f"{panel['title']}: {target['legendFormat']}"
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        for target in panel["targets"]
+        if "$job" not in target["expr"]
+    ]
+    assert [name for name in others if "all jobs" not in name and "oordinator" not in name] == []
+
+
 def test_rates_are_taken_over_several_scrapes_of_prometheus_default_of_a_minute() -> None:
     """Over [1m] there are none: a rate needs two scrapes."""
     minutes = [int(found) for path in (RULES, DASHBOARD) for found in re.findall(r"\[(\d+)m\]", path.read_text())]
