@@ -116,6 +116,11 @@ class Driver:
         return self._journal is not None and self._journal.full
 
     @property
+    def journal_waits_ns(self) -> int:
+        """For how long the journal has been writing a group, without this process's own pauses; 0 if it writes none."""
+        return max(0, self._now_ns() - self._flushed_ns) if self._written > self._durable else 0
+
+    @property
     def sessions(self) -> int:
         """The number of open streams."""
         return len(self._queues)
@@ -261,7 +266,7 @@ class Driver:
                 late_ns / 1e9,
             )
         self._flushed_ns += late_ns
-        self._report_slow_commit(now_ns)
+        self._report_slow_commit()
         deadline_ns = self._state_machine.next_deadline()
         if deadline_ns is not None and deadline_ns > now_ns:
             self._arm()
@@ -283,9 +288,9 @@ class Driver:
         self._flushed_ns = self._now_ns()
         self._journal.write(rows, self._journal_wrote)
 
-    def _report_slow_commit(self, now_ns: int) -> None:
-        waited_ns = now_ns - self._flushed_ns
-        if self._written > max(self._durable, self._reported_slow) and waited_ns > SLOW_COMMIT_NS:
+    def _report_slow_commit(self) -> None:
+        waited_ns = self.journal_waits_ns
+        if waited_ns > SLOW_COMMIT_NS and self._written > self._reported_slow:
             self._reported_slow = self._written
             _log.error(
                 "the journal's disk has been stuck for %.0f s: nothing that must be durable is answered", waited_ns / 1e9

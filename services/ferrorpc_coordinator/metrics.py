@@ -123,6 +123,7 @@ class Gauges:
     sessions: int
     journal_commits: int
     journal_full: bool
+    journal_waits_ns: int
     certificate_ends_at: float | None
     """In seconds since the epoch; None if unknown."""
     jobs: Mapping[str, Job]
@@ -186,6 +187,8 @@ def _collect_coordinator(now: Gauges) -> Iterator[Any]:
     yield GaugeMetricFamily("ferrorpc_sessions", "Open session streams", now.sessions)
     yield CounterMetricFamily("ferrorpc_journal_commits", "Groups made durable", now.journal_commits)
     yield GaugeMetricFamily("ferrorpc_journal_full", "1 while the journal's disk is full", float(now.journal_full))
+    waits_seconds = now.journal_waits_ns / SECOND
+    yield GaugeMetricFamily("ferrorpc_journal_waiting_seconds", "How long its disk has not answered", waits_seconds)
     if now.certificate_ends_at is not None:
         name, text = "ferrorpc_certificate_expiry_timestamp_seconds", "When the coordinator's certificate ends, since the epoch"
         yield GaugeMetricFamily(name, text, now.certificate_ends_at)

@@ -284,6 +284,7 @@ class _Service:
             sessions=self._driver.sessions,
             journal_commits=0 if journal is None else journal.commits,
             journal_full=self._driver.refuses_writes,
+            journal_waits_ns=self._driver.journal_waits_ns,
             certificate_ends_at=self._certificate.ends_at(),
             jobs=self._coordinator.jobs,
         )

@@ -45,7 +45,9 @@ def exposition() -> str:
     for counted in (counters.first_causes, counters.member_changes, counters.request_errors):
         counted["some"] += 1
     counters.handled["Session", "OK"] += 1
-    gauges = Gauges(sessions=3, journal_commits=1, journal_full=False, certificate_ends_at=1.0, jobs={"j": job()})
+    gauges = Gauges(
+        sessions=3, journal_commits=1, journal_full=False, journal_waits_ns=0, certificate_ends_at=1.0, jobs={"j": job()}
+    )
     registry = CollectorRegistry()
     registry.register(Collector(counters, lambda: gauges))
     return generate_latest(registry).decode()

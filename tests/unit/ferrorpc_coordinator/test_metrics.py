@@ -8,7 +8,7 @@ from ferrorpc_coordinator.metrics import (
     longest_behind_seconds,
     members_by_state,
 )
-from ferrorpc_coordinator.state.effects import Send
+from ferrorpc_coordinator.state.effects import Persist, Send
 from ferrorpc_coordinator.state.events import Received
 from ferrorpc_coordinator.state.settings import SECOND
 
@@ -16,7 +16,7 @@ from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import session_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import ask_elastic, join
-from tests.unit.ferrorpc_coordinator.test_driver import driven
+from tests.unit.ferrorpc_coordinator.test_driver import ManualJournal, driven, turns
 
 
 def test_a_value_counts_in_each_bucket_up_to_its_bound():
@@ -43,6 +43,20 @@ async def test_an_error_counts_for_each_request_that_it_answers(make):
         driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
     assert +driver._counters.request_errors == {"barrier_timeout": 2}
+
+
+@driven
+async def test_it_is_known_for_how_long_the_journal_has_been_writing(make):
+    journal = ManualJournal()
+    driver, _ = make(lambda event: [Persist("t", "a", b"1")], journal)
+    assert driver.journal_waits_ns == 0
+    driver.tick()
+    await turns()
+    driver._flushed_ns -= 7 * SECOND
+    assert driver.journal_waits_ns >= 7 * SECOND
+    journal.groups[0][1]()
+    await turns()
+    assert driver.journal_waits_ns == 0
 
 
 def test_what_happens_to_members_and_generations_is_counted_also_where_nobody_is_left_to_be_told():

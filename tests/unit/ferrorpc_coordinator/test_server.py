@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from ferrorpc_coordinator import server
 from ferrorpc_coordinator.state.access import Access
-from ferrorpc_coordinator.state.settings import Settings
+from ferrorpc_coordinator.state.settings import SECOND, Settings
 
 from ferrorpc.errors import ConfigError
 from ferrorpc.v1.journal_pb2 import EntryRow
@@ -185,12 +185,14 @@ def test_the_gauges_tell_of_the_journal_and_of_the_certificate(tmp_path, monkeyp
 
     options = replace(OPTIONS, tls=Issuer(tmp_path).issue(Role.COORDINATOR, "a"))
     monkeypatch.setattr(server.Driver, "refuses_writes", True)
+    monkeypatch.setattr(server.Driver, "journal_waits_ns", 7 * SECOND)
 
     async def gauges():
         return service(options)._gauges()
 
     found = asyncio.run(gauges())
     assert found.journal_full
+    assert found.journal_waits_ns == 7 * SECOND
     assert found.certificate_ends_at == options.tls.ends_at(listening=True)
 
 
