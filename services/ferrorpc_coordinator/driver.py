@@ -36,6 +36,7 @@ from ferrorpc_coordinator.state.events import (
     Disconnected,
     Drain,
     Event,
+    JournalRemoved,
     Received,
     Tick,
     UnaryRequest,
@@ -322,6 +323,8 @@ class Driver:
         except Exception as error:  # somebody misses an answer: as bad as a failed step
             self._stop(error)
             raise
+        if self._journal is not None and self._journal.removed:
+            self._step(JournalRemoved())
         self._flush()
 
     def _stop(self, error: Exception) -> None:

@@ -77,7 +77,7 @@ class Journal:
         """Whether the disk is full: what was decided is still written, requests that write must be refused."""
         self._check_room_at = 0.0
         """When to look next whether a full disk has room again, on the monotonic clock."""
-        self._removed = False
+        self.removed = False
         """Whether the database was seen to be removed."""
         self.commits = 0
         """Groups written since opening."""
@@ -190,8 +190,8 @@ class Journal:
 
     def _look_for_files(self) -> None:
         """Tells once when somebody has removed the files. SQLite goes on writing to what no longer has a name."""
-        if not self._removed and _is_gone(self._directory / _DATABASE):
-            self._removed = True
+        if not self.removed and _is_gone(self._directory / _DATABASE):
+            self.removed = True
             _log.error(
                 "somebody has removed the journal in %s: this coordinator goes on, but after a restart it will know nothing of "
                 "its jobs, and their members will fail; let the jobs end, or start them anew, before it restarts",

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import sqlite3
@@ -12,11 +13,12 @@ import time
 import urllib.error
 import urllib.request
 
+import grpc
 import pytest
 from ferrorpc_coordinator.journal import Journal
 
 from ferrorpc.errors import LimitExceededError
-from ferrorpc.v1 import barrier_pb2, session_pb2, store_pb2
+from ferrorpc.v1 import barrier_pb2, session_pb2, session_pb2_grpc, store_pb2
 from tests.integration.coordinator_process import Client, CoordinatorProcess, coordinator, joined, refused_start
 from tests.integration.launching import environment
 from tests.integration.ports import lasting_port
@@ -268,6 +270,17 @@ def test_a_full_disk_refuses_writes_and_leaves_the_rest_working(tmp_path):
             assert process.stop()[0] == 0
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_once_its_journal_is_removed_the_status_says_that_it_keeps_all_in_memory(tmp_path):
+    with coordinator("--data-dir", str(tmp_path / "data")) as process, Client(process.address, "m") as member:
+        for durable in (True, False):
+            member.store(set=store_pb2.SetOperation(key="k", value=b"v"))
+            with grpc.insecure_channel(process.address) as channel:
+                stub = session_pb2_grpc.CoordinatorServiceStub(channel)
+                told = stub.Status(session_pb2.StatusRequest(job=member.job), timeout=10)
+            assert told.durable is durable
+            shutil.rmtree(tmp_path / "data", ignore_errors=True)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class SharedState:
     """State shared by all jobs of a coordinator.
 
     `now` is set at the start of each step, in nanoseconds of running time. `full` is set with each request: whether the
-    journal's disk is full.
+    journal's disk is full. `durable` is whether there is a journal still.
     """
 
     def __init__(self, settings: Settings, durable_state: DurableState, mint: Callable[[], str]) -> None:
@@ -53,6 +53,7 @@ class SharedState:
         self.mint = mint
         self.now = 0
         self.full = False
+        self.durable = settings.durable
         self.last_heard = 0
         """When the last frame or Hello came, of any member. Strangers and unary calls, such as probes, may be on this host."""
         self.silence_ended = -1

@@ -4,6 +4,7 @@
     Called, Cancelled                   unary calls        --> the named job
     Tick                                                   --> deadlines only
     Drain                                                  --> all members are told
+    JournalRemoved                                         --> what a status says
 
 Each step first advances the running time to `now` (a pause of the coordinator itself is not counted) and runs the deadlines
 that have passed, so a late heartbeat never undoes what an earlier deadline has ended. The effects of a step are rows first,
@@ -43,6 +44,7 @@ from ferrorpc_coordinator.state.events import (
     Disconnected,
     Drain,
     Event,
+    JournalRemoved,
     Received,
     Tick,
     UnaryRequest,
@@ -135,6 +137,8 @@ class Coordinator:
                 self._cancelled(call)
             case Drain(within_ms):
                 self._drain(within_ms)
+            case JournalRemoved():
+                self._shared.durable = False
             case Tick():
                 pass
 

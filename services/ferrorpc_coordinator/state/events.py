@@ -83,4 +83,9 @@ class Drain:
     within_ms: int
 
 
-Event = Connected | Received | Disconnected | Called | Cancelled | Tick | Drain
+@dataclass(frozen=True, slots=True)
+class JournalRemoved:
+    """Somebody has removed the journal's files: nothing survives a restart any more."""
+
+
+Event = Connected | Received | Disconnected | Called | Cancelled | Tick | Drain | JournalRemoved

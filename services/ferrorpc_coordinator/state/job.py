@@ -326,7 +326,7 @@ class Job:
             lease_ms=member.lease_ns // MILLISECOND,
             heartbeat_interval_ms=max(1, settings.beat_ns(member.lease_ns) // MILLISECOND),
             resumed=admitted.resumed,
-            durable=settings.durable,
+            durable=self.context.shared.durable,
         )
         self.context.shared.effects.send(self.context, session_pb2.ServerFrame(welcome=welcome), [(stream, b"")])
 
@@ -398,7 +398,7 @@ class Job:
             generations=self.generations.status(),
             store_keys=len(keyspace),
             store_bytes=keyspace.bytes,
-            durable=settings.durable,
+            durable=self.context.shared.durable,
             version=settings.version,
             waiting_reason=waiting,
             occurrences=self.context.occurrences.status(),

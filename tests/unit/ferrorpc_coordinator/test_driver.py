@@ -38,7 +38,7 @@ class ScriptedStateMachine:
 class ManualJournal:
     """A journal whose groups become durable when the test says so."""
 
-    full = False
+    full = removed = False
 
     def __init__(self):
         self.groups = []
