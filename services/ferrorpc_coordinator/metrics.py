@@ -102,11 +102,11 @@ def members_by_state(job: Job) -> Counter[str]:
 
 
 def beat_ages(job: Job) -> dict[int, float]:
-    """Rank -> seconds since its last frame. Empty if there are more than MEMBERS_BY_RANK_MAX members."""
+    """Rank -> seconds since its last frame, if that came since the start. Empty for more than MEMBERS_BY_RANK_MAX members."""
     alive = [member for member in job.members if member.rank >= 0 and member.alive]
     if len(alive) > MEMBERS_BY_RANK_MAX:
         return {}
-    return {member.rank: max(0, job.context.now - member.last_heard) / SECOND for member in alive}
+    return {member.rank: max(0, job.context.now - member.last_heard) / SECOND for member in alive if not member.recovered}
 
 
 def longest_behind_seconds(job: Job) -> float:

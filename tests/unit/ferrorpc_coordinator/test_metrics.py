@@ -110,6 +110,15 @@ def test_a_large_job_has_no_beat_ages():
         assert (members_by_state(job), len(beat_ages(job))) == ({"active": members}, ages)
 
 
+def test_who_has_not_been_heard_of_since_a_restart_has_no_beat_age():
+    world = World()
+    join(world, "a", "b")
+    world.restart()
+    world.hello("b", resume=True)
+    job = world.coordinator.jobs["job"]
+    assert beat_ages(job) == {job.members.get("b").rank: 0}
+
+
 def test_how_long_a_rank_has_been_behind_counts_until_its_generation_is_over():
     world = World()
     join(world, "a", "b", "c")
