@@ -15,8 +15,8 @@ from typing import Any, Final
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire.member_states import state_name
+from ferrorpc_coordinator.state.behind import behind
 from ferrorpc_coordinator.state.effects import Note
-from ferrorpc_coordinator.state.headline import behind
 from ferrorpc_coordinator.state.job import Job
 from ferrorpc_coordinator.state.settings import SECOND
 

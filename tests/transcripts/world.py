@@ -22,7 +22,7 @@ from ferrorpc_coordinator.state.events import (
     Tick,
     UnaryRequest,
 )
-from ferrorpc_coordinator.state.settings import SECOND, Settings
+from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND, Settings
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from ferrorpc.wire.limits import SESSION_PROTOCOL_VERSION
@@ -42,6 +42,9 @@ class Client:
     frozen: bool = False
     over: bool = False
     step: int = 0
+    waits: bool = False
+    """Whether it spends its time in operations."""
+    operation_ms: int = 0
     activity: str = ""
     generation: int = 0
     rank: int = -1
@@ -163,8 +166,14 @@ class World:
 
     def _beat(self) -> None:
         for client in list(self.clients.values()):
+            client.operation_ms += BEAT_NS // MILLISECOND if client.waits else 0
             if client.stream is not None and not client.frozen:
-                beat = session_pb2.Beat(step=client.step, activity=client.activity, generation=client.generation)
+                beat = session_pb2.Beat(
+                    step=client.step,
+                    activity=client.activity,
+                    generation=client.generation,
+                    operation_ms=client.operation_ms,
+                )
                 self.step(Received(client.stream, session_pb2.ClientFrame(beat=beat)))
 
     # -- clients -------------------------------------------------------------------------------------------------------

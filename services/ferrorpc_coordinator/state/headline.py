@@ -1,4 +1,4 @@
-"""A job's state in one sentence, and which ranks are behind: what the status page and `ferrorpc status` show first."""
+"""A job's state in one sentence: what the status page and `ferrorpc status` show first."""
 
 from __future__ import annotations
 
@@ -12,33 +12,12 @@ from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import REASON_CHARACTERS_MAX
 from ferrorpc_coordinator.state.settings import SECOND
 
-BEHIND_NS: Final = 2 * SECOND
-"""A rank is behind once its step has been behind another's and has not advanced for this long."""
-IN_STEP: Final = 64
-"""Ranks at most this many operations apart are taken to work in step."""
 BEHIND_HEADLINE_NS: Final = 5 * SECOND
 """A rank that has been behind for longer gets a headline."""
 BARRIER_HEADLINE_MS: Final = 1000
 """A barrier that has waited for longer gets a headline."""
 _RANKS_NAMED: Final = 3
 _UNWELL: Final = (Liveness.STALLED, Liveness.SUSPECT)
-
-
-def behind(members: Iterable[Member], now: int) -> dict[str, int]:
-    """The members whose step does not advance although another's is ahead, by name, each with the nanoseconds for which it has
-    not advanced.
-
-    When no rank advances, the others wait for those behind if the ranks work in step. Ranks that do different work, such as
-    pipeline stages, drift apart; they are behind only while others advance.
-    """
-    ranked = [member for member in members if member.rank >= 0 and member.alive]
-    steps = [member.step for member in ranked] or [0]
-    furthest, apart = max(steps), max(steps) - min(steps)
-    if not apart:
-        return {}
-    grace = BEHIND_NS + (0 if apart <= IN_STEP else now - max(member.step_since for member in ranked))
-    before = now - grace
-    return {m.name: now - m.step_since for m in ranked if m.step_since < before and m.step < furthest}
 
 
 def headline(

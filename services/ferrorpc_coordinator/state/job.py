@@ -22,9 +22,10 @@ from ferrorpc.v1 import barrier_pb2, error_pb2, identity_pb2, nccl_pb2, rendezvo
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.admission import Admission, Admitted
 from ferrorpc_coordinator.state.barriers import Barriers
+from ferrorpc_coordinator.state.behind import behind
 from ferrorpc_coordinator.state.context import JobContext, Requester, SharedState
 from ferrorpc_coordinator.state.generations import Generation, Generations, Refused
-from ferrorpc_coordinator.state.headline import behind, headline
+from ferrorpc_coordinator.state.headline import headline
 from ferrorpc_coordinator.state.leases import Leases
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import REASON_CHARACTERS_MAX, Members

@@ -9,6 +9,10 @@ from typing import Final
 
 from ferrorpc.v1 import identity_pb2, journal_pb2, session_pb2
 from ferrorpc_coordinator.state.effects import Answer
+from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND
+
+WATCHED_NS: Final = SECOND
+"""Whether a member waits is told from periods of at least this length, so that a late beat changes nothing."""
 
 
 @unique
@@ -68,7 +72,13 @@ class Member:
     """When its step counter last changed."""
     activity: str = ""
     operation_ms: int = 0
-    """Total time spent in operations."""
+    """Total time spent in operations, including one in progress."""
+    in_operations_since: int | None = None
+    """Since when it has begun no operation, and has spent most of each watched period in operations."""
+    watched_at: int = 0
+    """When the watched period began: at the last change of its step counter, or the end of the period before."""
+    watched_operation_ms: int = 0
+    """Its `operation_ms` at that time."""
     training: identity_pb2.Training | None = None
     """Where the time of its training steps went."""
     links: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -106,6 +116,17 @@ class Member:
         return self.stream is not None
 
     @property
+    def waits_since(self) -> int | None:
+        """Since when it has waited in operations; None if it is not seen to."""
+        return self.in_operations_since if self.liveness is Liveness.PRESENT else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is seen neither to wait nor to begin an operation. A member of which nothing is heard counts as idle, but
+        not one that has just begun an operation: beats may be rare."""
+        return self.waits_since is None and (self.watched_at > self.step_since or self.liveness is not Liveness.PRESENT)
+
+    @property
     def client(self) -> str:
         """The name under which its write results are kept."""
         return f"{self.name}#{self.incarnation}"
@@ -123,10 +144,16 @@ class Member:
         are kept."""
         if beat.generation != self.generation:
             return
-        if beat.step != self.step:
-            self.step, self.step_since = beat.step, now
         self.activity = beat.activity[:256]
         self.operation_ms = beat.operation_ms
+        if beat.step != self.step:
+            self.step = beat.step
+            self._begin_step(now)
+        elif now - self.watched_at >= WATCHED_NS:
+            waited_ns = (self.operation_ms - self.watched_operation_ms) * MILLISECOND
+            since = self.watched_at if self.in_operations_since is None else self.in_operations_since
+            self.in_operations_since = since if 2 * waited_ns > now - self.watched_at else None
+            self.watched_at, self.watched_operation_ms = now, self.operation_ms
         if beat.HasField("training"):
             spent = beat.training  # not kept itself: it may have fields of a later version, of any size
             self.training = identity_pb2.Training(
@@ -135,6 +162,10 @@ class Member:
         for link in beat.links:
             if link.peer_rank in self.links or len(self.links) < most_links:
                 self.links[link.peer_rank] = link.kind[:16], link.sent_bytes
+
+    def _begin_step(self, now: int) -> None:
+        self.step_since = self.watched_at = now
+        self.in_operations_since, self.watched_operation_ms = None, self.operation_ms
 
     def busiest_links(self, most: int) -> list[identity_pb2.Link]:
         """Its links, those with the most bytes first."""
@@ -145,7 +176,8 @@ class Member:
         """Gives it a rank in a generation, in which it has done nothing yet."""
         self.rank = self.last_rank = rank
         self.generation = generation
-        self.step, self.step_since, self.operation_ms, self.training = 0, now, 0, None
+        self.step, self.operation_ms, self.training = 0, 0, None
+        self._begin_step(now)
         self.links.clear()
 
     def lose_rank(self) -> None:

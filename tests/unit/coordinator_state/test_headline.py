@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from ferrorpc_coordinator.state.behind import behind
 from ferrorpc_coordinator.state.generations import Generation, before_the_first
-from ferrorpc_coordinator.state.headline import behind, headline
+from ferrorpc_coordinator.state.headline import headline
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.settings import SECOND
 
@@ -21,6 +22,7 @@ def ranks(*steps: int, age: float = 13.0, liveness: Liveness = Liveness.PRESENT)
         Member(
             name=f"w{rank}", incarnation=1, instance_id="", token_hash=b"", lease_ns=SECOND, host="h", rank=rank, step=step,
             step_since=NOW - round(age * SECOND), activity="all_reduce #20", liveness=liveness,
+            watched_at=NOW,
         )
         for rank, step in enumerate(steps)
     ]  # fmt: skip
