@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from ferrorpc_coordinator.state.member import Member
 from ferrorpc_coordinator.state.settings import SECOND
@@ -14,8 +14,17 @@ IN_STEP: Final = 64
 """Ranks at most this many operations apart are taken to work in step."""
 
 
-def behind(members: Iterable[Member], now: int) -> dict[str, int]:
-    """The members that are behind, by name, each with the nanoseconds for which it has been.
+class Behind(NamedTuple):
+    """Who is behind."""
+
+    durations: dict[str, int]
+    """Member's name -> nanoseconds for which it has been behind."""
+    others: str
+    """What the others do, for a headline."""
+
+
+def behind(members: Iterable[Member], now: int) -> Behind:
+    """The members that are behind.
 
     Once a rank has waited in operations for BEHIND_NS, those are behind that for as long have neither begun one nor waited.
 
@@ -25,11 +34,12 @@ def behind(members: Iterable[Member], now: int) -> dict[str, int]:
     """
     ranked = [member for member in members if member.rank >= 0 and member.alive]
     before = now - BEHIND_NS
-    idle = [member for member in ranked if member.idle and member.step_since < before]
+    idle = [(member, member.idle_since) for member in ranked if member.idle_since is not None and member.idle_since < before]
     first = min((member.waits_since for member in ranked if member.waits_since is not None), default=now)
     if first < before:
-        return {member.name: now - max(member.step_since, first) for member in idle}
+        return Behind({member.name: now - max(since, first) for member, since in idle}, "others wait")
     steps = [member.step for member in ranked] or [0]
     if max(steps) - min(steps) > IN_STEP:
         before -= now - max(member.step_since for member in ranked)
-    return {m.name: now - m.step_since for m in idle if m.step_since < before and m.step < max(steps)}
+    late = {member.name: now - since for member, since in idle if since < before and member.step < max(steps)}
+    return Behind(late, f"others are at step {max(steps)}, and perhaps wait")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ferrorpc.logs import escape_unprintable
 from ferrorpc.v1 import session_pb2
+from ferrorpc_coordinator.state.behind import Behind
 from ferrorpc_coordinator.state.generations import Generation
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import REASON_CHARACTERS_MAX
@@ -22,7 +23,7 @@ _UNWELL: Final = (Liveness.STALLED, Liveness.SUSPECT)
 
 def headline(
     members: Sequence[Member],
-    late: Mapping[str, int],
+    late: Behind,
     newest: Generation,
     barriers: Iterable[session_pb2.BarrierStatus],
     waiting: str,
@@ -31,7 +32,7 @@ def headline(
 
     Args:
         members: those with a rank first, in rank order.
-        late: those that are `behind`.
+        late: those that are behind.
         newest: the newest generation.
         barriers: the open ones, the oldest first.
         waiting: why the open round has not closed; empty if there is none.
@@ -43,7 +44,7 @@ def headline(
 
 
 def _told(
-    members: Sequence[Member], late: Mapping[str, int], newest: Generation, barriers: Iterable[session_pb2.BarrierStatus]
+    members: Sequence[Member], late: Behind, newest: Generation, barriers: Iterable[session_pb2.BarrierStatus]
 ) -> Sequence[str]:
     """Level, title and details."""
     if not newest.number:
@@ -63,9 +64,10 @@ def _told(
             break
         if barrier.missing_ranks:
             return _barrier(barrier, ranked)
-    longest = sorted((m for m in ranked if m.name in late and late[m.name] > BEHIND_HEADLINE_NS), key=lambda m: -late[m.name])
+    durations = late.durations
+    longest = sorted((m for m in ranked if durations.get(m.name, 0) > BEHIND_HEADLINE_NS), key=lambda m: -durations[m.name])
     if longest:
-        return _behind(longest, late[longest[0].name], max(member.step for member in ranked))
+        return _behind(longest, durations[longest[0].name], late.others)
     gone = sum(not member.alive for member in ranked)
     if gone:
         return "good", f"{len(ranked) - gone} of {len(ranked)} ranks work, {gone} left"
@@ -96,14 +98,14 @@ def _barrier(barrier: session_pb2.BarrierStatus, ranked: Iterable[Member]) -> Se
     return "warn", f"Barrier {barrier.name} has waited {barrier.age_ms / 1000:.1f} s for {who}", *told
 
 
-def _behind(longest: Sequence[Member], duration_ns: int, furthest: int) -> Sequence[str]:
+def _behind(longest: Sequence[Member], duration_ns: int, others: str) -> Sequence[str]:
     """`longest`: the members that are behind, the longest first."""
     who = f"Rank {longest[0].rank} has" if len(longest) == 1 else f"{len(longest)} ranks have"
     told = [
         f"{_place(member)} is at step {member.step}, its last operation: {member.activity or 'none'}"
         for member in longest[:_RANKS_NAMED]
     ]
-    return "warn", f"{who} been behind for {duration_ns / SECOND:.0f} s", f"others are at step {furthest}", *told
+    return "warn", f"{who} been behind for {duration_ns / SECOND:.0f} s", others, *told
 
 
 def _place(member: Member) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from signal import Signals
 from typing import Any, Final
@@ -22,7 +22,7 @@ from ferrorpc.v1 import barrier_pb2, error_pb2, identity_pb2, nccl_pb2, rendezvo
 from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.admission import Admission, Admitted
 from ferrorpc_coordinator.state.barriers import Barriers
-from ferrorpc_coordinator.state.behind import behind
+from ferrorpc_coordinator.state.behind import Behind, behind
 from ferrorpc_coordinator.state.context import JobContext, Requester, SharedState
 from ferrorpc_coordinator.state.generations import Generation, Generations, Refused
 from ferrorpc_coordinator.state.headline import headline
@@ -391,7 +391,7 @@ class Job:
                 page.barriers.append(part)
         return page
 
-    def _status_without_lists(self, by_rank: Sequence[Member], late: Mapping[str, int]) -> session_pb2.StatusResponse:
+    def _status_without_lists(self, by_rank: Sequence[Member], late: Behind) -> session_pb2.StatusResponse:
         """The status without barriers and members."""
         keyspace, settings, waiting = self.store.keyspace, self.context.settings, self.rendezvous.waiting_reason()
         return session_pb2.StatusResponse(
@@ -407,14 +407,13 @@ class Job:
             headline=headline(by_rank, late, self.generations.newest, self.barriers.status(0), waiting),
         )
 
-    def _members_status(self, by_rank: Sequence[Member], late: Mapping[str, int], after: int) -> Iterator[identity_pb2.Member]:
+    def _members_status(self, by_rank: Sequence[Member], late: Behind, after: int) -> Iterator[identity_pb2.Member]:
         """The members without the first `after`, each with an equal share of the links that fit into a status."""
         most = max(1, self.context.limits.status_links // max(1, len(by_rank)))
         for member in by_rank[after:]:
             description = self.members.describe(member, self.rendezvous.joining(member))
             description.links.extend(member.busiest_links(most))
-            if member.name in late:
-                description.behind_ms = late[member.name] // MILLISECOND
+            description.behind_ms = late.durations.get(member.name, 0) // MILLISECOND
             yield description
 
 

@@ -73,8 +73,10 @@ class Member:
     activity: str = ""
     operation_ms: int = 0
     """Total time spent in operations, including one in progress."""
-    in_operations_since: int | None = None
-    """Since when it has begun no operation, and has spent most of each watched period in operations."""
+    waits: bool | None = None
+    """Whether it was in operations for most of the last watched period. None before one has ended since its step changed."""
+    waits_changed: int = 0
+    """Since when that is so."""
     watched_at: int = 0
     """When the watched period began: at the last change of its step counter, or the end of the period before."""
     watched_operation_ms: int = 0
@@ -118,13 +120,14 @@ class Member:
     @property
     def waits_since(self) -> int | None:
         """Since when it has waited in operations; None if it is not seen to."""
-        return self.in_operations_since if self.liveness is Liveness.PRESENT else None
+        return self.waits_changed if self.waits and self.liveness is Liveness.PRESENT else None
 
     @property
-    def idle(self) -> bool:
-        """Whether it is seen neither to wait nor to begin an operation. A member of which nothing is heard counts as idle, but
-        not one that has just begun an operation: beats may be rare."""
-        return self.waits_since is None and (self.watched_at > self.step_since or self.liveness is not Liveness.PRESENT)
+    def idle_since(self) -> int | None:
+        """Since when it has neither waited nor begun an operation; None if it is not seen not to: beats may be rare."""
+        if self.waits is False:
+            return self.waits_changed
+        return None if self.liveness is Liveness.PRESENT else self.last_heard
 
     @property
     def client(self) -> str:
@@ -151,8 +154,9 @@ class Member:
             self._begin_step(now)
         elif now - self.watched_at >= WATCHED_NS:
             waited_ns = (self.operation_ms - self.watched_operation_ms) * MILLISECOND
-            since = self.watched_at if self.in_operations_since is None else self.in_operations_since
-            self.in_operations_since = since if 2 * waited_ns > now - self.watched_at else None
+            waits = 2 * waited_ns > now - self.watched_at
+            if waits is not self.waits:
+                self.waits, self.waits_changed = waits, self.watched_at
             self.watched_at, self.watched_operation_ms = now, self.operation_ms
         if beat.HasField("training"):
             spent = beat.training  # not kept itself: it may have fields of a later version, of any size
@@ -165,7 +169,7 @@ class Member:
 
     def _begin_step(self, now: int) -> None:
         self.step_since = self.watched_at = now
-        self.in_operations_since, self.watched_operation_ms = None, self.operation_ms
+        self.waits, self.watched_operation_ms = None, self.operation_ms
 
     def busiest_links(self, most: int) -> list[identity_pb2.Link]:
         """Its links, those with the most bytes first."""

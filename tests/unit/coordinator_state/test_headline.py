@@ -21,8 +21,8 @@ def ranks(*steps: int, age: float = 13.0, liveness: Liveness = Liveness.PRESENT)
     return [
         Member(
             name=f"w{rank}", incarnation=1, instance_id="", token_hash=b"", lease_ns=SECOND, host="h", rank=rank, step=step,
-            step_since=NOW - round(age * SECOND), activity="all_reduce #20", liveness=liveness,
-            watched_at=NOW,
+            step_since=NOW - round(age * SECOND), activity="all_reduce #20", liveness=liveness, waits=False,
+            waits_changed=NOW - round(age * SECOND),
         )
         for rank, step in enumerate(steps)
     ]  # fmt: skip
@@ -97,11 +97,15 @@ def test_of_ranks_that_are_missing_at_a_barrier() -> None:
 
 def test_of_ranks_that_are_behind() -> None:
     members = ranks(21, 20, 20)
-    members[1].step_since += SECOND
+    members[1].waits_changed += SECOND
     told = [f"rank {rank} on h is at step 20, its last operation: all_reduce #20" for rank in (2, 1)]
-    assert shown(members) == ("warn", "2 ranks have been behind for 13 s", "others are at step 21", *told)
+    others = "others are at step 21, and perhaps wait"
+    assert shown(members) == ("warn", "2 ranks have been behind for 13 s", others, *told)
     members[2].step = 21
-    assert shown(members) == ("warn", "Rank 1 has been behind for 12 s", "others are at step 21", told[1])
+    assert shown(members) == ("warn", "Rank 1 has been behind for 12 s", others, told[1])
+    for member, seconds in ((members[0], 8), (members[2], 7)):
+        member.waits, member.waits_changed = True, NOW - seconds * SECOND
+    assert shown(members) == ("warn", "Rank 1 has been behind for 8 s", "others wait", told[1])
 
 
 @pytest.mark.parametrize(
@@ -122,10 +126,10 @@ def test_who_is_behind(
 ) -> None:
     members = ranks(*steps, liveness=liveness)
     for member, age in zip(members, seconds, strict=True):
-        member.step_since = NOW - round(age * SECOND)
-    assert behind(members, NOW) == ({} if late is None else {"w1": late * SECOND})
+        member.step_since = member.waits_changed = NOW - round(age * SECOND)
+    assert behind(members, NOW).durations == ({} if late is None else {"w1": late * SECOND})
     assert shown(members)[0] == level
 
 
 def test_nobody_is_behind_where_nobody_has_a_rank() -> None:
-    assert behind([], NOW) == {}
+    assert behind([], NOW).durations == {}
