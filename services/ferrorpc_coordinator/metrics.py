@@ -15,7 +15,6 @@ from typing import Any, Final
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire.member_states import state_name
-from ferrorpc_coordinator.state.behind import behind
 from ferrorpc_coordinator.state.effects import Note
 from ferrorpc_coordinator.state.job import Job
 from ferrorpc_coordinator.state.settings import SECOND
@@ -110,10 +109,8 @@ def beat_ages(job: Job) -> dict[int, float]:
 
 
 def longest_behind_seconds(job: Job) -> float:
-    """For how long a rank has been behind; 0 if none is. In a generation that is over nobody waits for it."""
-    newest = job.generations.newest
-    durations = {} if newest.over else behind(newest.members, job.context.now).durations
-    return max(durations.values(), default=0) / SECOND
+    """For how long a rank has been behind; 0 if none is."""
+    return max(job.behind().durations.values(), default=0) / SECOND
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from ferrorpc_coordinator.state.member import Member
@@ -23,19 +23,26 @@ class Behind(NamedTuple):
     """What the others do, for a headline."""
 
 
-def behind(members: Iterable[Member], now: int) -> Behind:
+def behind(members: Iterable[Member], reforming: Mapping[str, int], now: int) -> Behind:
     """The members that are behind.
 
-    Once a rank has waited in operations for BEHIND_NS, those are behind that for as long have neither begun one nor waited.
+    Once a rank has waited for BEHIND_NS, in operations or for the next generation, those are behind that for as long have
+    neither waited nor begun an operation.
 
     Where no rank is seen to wait, as none is that leaves waiting to its GPU or awaits a Work, operations are counted: those are
     behind that begin none although another is further. When no rank begins any, the others wait for those behind if the ranks
     work in step. Ranks that do different work, such as pipeline stages, drift apart; they are behind only while others advance.
+
+    Args:
+        members: those of a generation that goes on.
+        reforming: since when members of these names have waited for the next generation.
     """
-    ranked = [member for member in members if member.rank >= 0 and member.alive]
+    ranked = [member for member in members if member.alive]
     before = now - BEHIND_NS
-    idle = [(member, member.idle_since) for member in ranked if member.idle_since is not None and member.idle_since < before]
-    first = min((member.waits_since for member in ranked if member.waits_since is not None), default=now)
+    working = [member for member in ranked if member.name not in reforming]
+    idle = [(member, since) for member in working if (since := member.idle_since) is not None and since < before]
+    waits = [since for member in working if (since := member.waits_since) is not None]
+    first = min([*waits, *reforming.values()], default=now)
     if first < before:
         return Behind({member.name: now - max(since, first) for member, since in idle}, "others wait")
     steps = [member.step for member in ranked] or [0]

@@ -369,13 +369,18 @@ class Job:
         self.store.erase()
         self.barriers.erase()
 
+    def behind(self) -> Behind:
+        """Who is behind. In a generation that is over nobody waits for anybody."""
+        newest = self.generations.newest
+        return behind(() if newest.over else newest.members, self.rendezvous.reforming, self.context.now)
+
     def status(self, after: int = 0, room: float = math.inf) -> session_pb2.StatusResponse:
         """The job's status, or its page that begins after this many members and barriers and has `room` bytes for more.
 
         Barriers come last: one that is released between two pages shifts no member out of them.
         """
         by_rank = sorted(self.members, key=lambda member: member.rank if member.rank >= 0 else math.inf)
-        late = behind(by_rank, self.context.now)
+        late = self.behind()
         page = session_pb2.StatusResponse(job=self.context.job) if after else self._status_without_lists(by_rank, late)
         barriers = self.barriers.status(max(0, after - len(by_rank)))
         parts: Iterator[identity_pb2.Member | session_pb2.BarrierStatus]

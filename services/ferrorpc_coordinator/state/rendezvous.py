@@ -90,6 +90,11 @@ class Rendezvous:
         return bool(self._pending)
 
     @property
+    def reforming(self) -> dict[str, int]:
+        """Since when members of the newest generation have waited for the next one."""
+        return {name: pending.since for name, pending in self._pending.items() if pending.member.rank >= 0}
+
+    @property
     def longest_ns(self) -> int:
         """For how long members have waited; 0 if nobody does. Newcomers to a generation that goes on do not count: spares may
         wait for ever."""

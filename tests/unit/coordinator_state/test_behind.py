@@ -122,3 +122,21 @@ def test_a_late_beat_makes_nobody_behind() -> None:
         beat(world, "a", at_ms, step=4, operation_ms=at_ms)
         beat(world, "b", at_ms, step=3, operation_ms=max(0, at_ms - late_ms))
         assert behind(world) == {}
+
+
+def test_in_a_generation_that_is_over_nobody_is_behind() -> None:
+    """Some wait for the next one, and the others are told at once."""
+    world = world_at(a=5, b=4, c=4)
+    world.ask("c", leave={"reason": "a bug"})
+    join(world, "a", "b", size=3)
+    world.tick(5 * SECOND)
+    assert behind(world) == {}
+
+
+def test_who_waits_for_the_next_generation_is_not_behind_and_others_are() -> None:
+    world = world_at(a=4, b=5, c=4)
+    join(world, "a", "c", size=3)
+    world.tick(2 * SECOND)
+    assert behind(world) == {}
+    world.tick(4 * SECOND)
+    assert behind(world) == {"b": 6}

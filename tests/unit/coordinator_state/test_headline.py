@@ -31,7 +31,7 @@ def ranks(*steps: int, age: float = 13.0, liveness: Liveness = Liveness.PRESENT)
 def shown(
     members: list[Member], newest: Generation = GOING_ON, barriers: tuple[BarrierStatus, ...] = (), waiting: str = ""
 ) -> tuple[str, ...]:
-    found = headline(members, behind(members, NOW), newest, barriers, waiting)
+    found = headline(members, behind(members, {}, NOW), newest, barriers, waiting)
     return found.level, found.title, *found.details
 
 
@@ -127,9 +127,9 @@ def test_who_is_behind(
     members = ranks(*steps, liveness=liveness)
     for member, age in zip(members, seconds, strict=True):
         member.step_since = member.waits_changed = NOW - round(age * SECOND)
-    assert behind(members, NOW).durations == ({} if late is None else {"w1": late * SECOND})
+    assert behind(members, {}, NOW).durations == ({} if late is None else {"w1": late * SECOND})
     assert shown(members)[0] == level
 
 
 def test_nobody_is_behind_where_nobody_has_a_rank() -> None:
-    assert behind([], NOW).durations == {}
+    assert behind([], {}, NOW).durations == {}
