@@ -13,8 +13,8 @@ from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import REASON_CHARACTERS_MAX
 from ferrorpc_coordinator.state.settings import SECOND
 
-BEHIND_HEADLINE_NS: Final = 5 * SECOND
-"""A rank that has been behind for longer gets a headline."""
+WAIT_HEADLINE_NS: Final = 5 * SECOND
+"""A rank that has been behind, or has waited for the next generation, for longer gets a headline."""
 BARRIER_HEADLINE_MS: Final = 1000
 """A barrier that has waited for longer gets a headline."""
 _RANKS_NAMED: Final = 3
@@ -27,6 +27,7 @@ def headline(
     newest: Generation,
     barriers: Iterable[session_pb2.BarrierStatus],
     waiting: str,
+    rendezvous_ns: int,
 ) -> session_pb2.Headline:
     """A job's state in one sentence, with details.
 
@@ -36,15 +37,20 @@ def headline(
         newest: the newest generation.
         barriers: the open ones, the oldest first.
         waiting: why the open round has not closed; empty if there is none.
+        rendezvous_ns: for how long members have waited for it.
     """
-    level, title, *details = _told(members, late, newest, barriers)
+    level, title, *details = _told(members, late, newest, barriers, rendezvous_ns)
     details += [f"Next round: {waiting}"] if waiting else []
     texts = [escape_unprintable(text)[:REASON_CHARACTERS_MAX] for text in details if text]
     return session_pb2.Headline(level=level, title=escape_unprintable(title), details=texts)
 
 
 def _told(
-    members: Sequence[Member], late: Behind, newest: Generation, barriers: Iterable[session_pb2.BarrierStatus]
+    members: Sequence[Member],
+    late: Behind,
+    newest: Generation,
+    barriers: Iterable[session_pb2.BarrierStatus],
+    rendezvous_ns: int,
 ) -> Sequence[str]:
     """Level, title and details."""
     if not newest.number:
@@ -64,14 +70,20 @@ def _told(
             break
         if barrier.missing_ranks:
             return _barrier(barrier, ranked)
+    if rendezvous_ns > WAIT_HEADLINE_NS:
+        return "warn", f"A rank has waited {rendezvous_ns / SECOND:.0f} s for the next generation"
     durations = late.durations
-    longest = sorted((m for m in ranked if durations.get(m.name, 0) > BEHIND_HEADLINE_NS), key=lambda m: -durations[m.name])
+    longest = sorted((m for m in ranked if durations.get(m.name, 0) > WAIT_HEADLINE_NS), key=lambda m: -durations[m.name])
     if longest:
         return _behind(longest, durations[longest[0].name], late.others)
+    return "good", _working(ranked)
+
+
+def _working(ranked: Sequence[Member]) -> str:
     gone = sum(not member.alive for member in ranked)
     if gone:
-        return "good", f"{len(ranked) - gone} of {len(ranked)} ranks work, {gone} left"
-    return "good", "The one rank works" if len(ranked) == 1 else f"All {len(ranked)} ranks work"
+        return f"{len(ranked) - gone} of {len(ranked)} ranks work, {gone} left"
+    return "The one rank works" if len(ranked) == 1 else f"All {len(ranked)} ranks work"
 
 
 def _without_a_generation(members: Sequence[Member]) -> str:

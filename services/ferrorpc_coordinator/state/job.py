@@ -409,7 +409,9 @@ class Job:
             waiting_reason=waiting,
             occurrences=self.context.occurrences.status(),
             stragglers=self.barriers.stragglers(),
-            headline=headline(by_rank, late, self.generations.newest, self.barriers.status(0), waiting),
+            headline=headline(
+                by_rank, late, self.generations.newest, self.barriers.status(0), waiting, self.rendezvous.longest_ns
+            ),
         )
 
     def _members_status(self, by_rank: Sequence[Member], late: Behind, after: int) -> Iterator[identity_pb2.Member]:

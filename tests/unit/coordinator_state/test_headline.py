@@ -11,6 +11,8 @@ from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.v1.rendezvous_pb2 import WorldPolicy
 from ferrorpc.v1.session_pb2 import BarrierStatus
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import join
 
 NOW = 100 * SECOND
 GOING_ON = Generation(1, (), WorldPolicy(), "3 of 3 joined")
@@ -31,7 +33,7 @@ def ranks(*steps: int, age: float = 13.0, liveness: Liveness = Liveness.PRESENT)
 def shown(
     members: list[Member], newest: Generation = GOING_ON, barriers: tuple[BarrierStatus, ...] = (), waiting: str = ""
 ) -> tuple[str, ...]:
-    found = headline(members, behind(members, {}, NOW), newest, barriers, waiting)
+    found = headline(members, behind(members, {}, NOW), newest, barriers, waiting, 0)
     return found.level, found.title, *found.details
 
 
@@ -93,6 +95,20 @@ def test_of_ranks_that_are_missing_at_a_barrier() -> None:
     expected = ("warn", "Barrier epoch has waited 1.5 s for 2 ranks", *told)
     assert shown(ranks(5, 5, 5), barriers=(barrier(1, 2),)) == expected
     assert shown(ranks(5, 5, 5), barriers=(barrier(1, age_ms=1000),)) == ("good", "All 3 ranks work")
+
+
+def test_of_ranks_that_wait_for_another_generation_while_theirs_goes_on() -> None:
+    world = World()
+    join(world, "a", "b", "c")
+    world.ask("c", leave={})
+    join(world, "a", "b", size=3)
+    job = world.coordinator.jobs["job"]
+    world.tick(5 * SECOND)
+    assert job.status().headline.level == "good"
+    world.tick(7 * SECOND)
+    told = job.status().headline
+    assert (told.level, told.title) == ("warn", "A rank has waited 12 s for the next generation")
+    assert [detail[:21] for detail in told.details] == ["Next round: 2 of 3 me"]
 
 
 def test_of_ranks_that_are_behind() -> None:
