@@ -39,6 +39,8 @@ class Generation:
     policy: rendezvous_pb2.WorldPolicy
     reason: str
     end_reason: str = ""
+    ended_at: int = field(default=0, init=False)
+    """When it ended; 0 also if that was before the coordinator started."""
     broken: session_pb2.GenerationBroken | None = None
     cost_table: str = ""
     """The cost table by which its members choose algorithms; empty for the one shipped with ferrorpc."""
@@ -144,7 +146,7 @@ class Generations:
 
     def end(self, generation: Generation, reason: str, cause: error_pb2.ErrorDetail) -> None:
         """Ends a generation, records the reason, and fails what waits in it with the cause."""
-        generation.end_reason = reason
+        generation.end_reason, generation.ended_at = reason, self._context.now
         self._context.durable_state.next_revision()
         self._save(generation)
         self._drop_links(generation)

@@ -98,9 +98,10 @@ class Rendezvous:
     def longest_ns(self) -> int:
         """For how long members have waited; 0 if nobody does. Newcomers to a generation that goes on do not count: spares may
         wait for ever."""
-        is_over = self._generations.newest.over
-        since = (pending.since for pending in self._pending.values() if pending.member.rank >= 0 or is_over)
-        return self._context.now - next(since, self._context.now)
+        newest, since = self._generations.newest, list(self.reforming.values())
+        if newest.over:
+            since += [max(pending.since, newest.ended_at) for pending in self._pending.values()]
+        return self._context.now - min(since, default=self._context.now)
 
     def joining(self, member: Member) -> bool:
         """Whether this member has asked to join."""

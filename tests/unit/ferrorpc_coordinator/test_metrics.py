@@ -15,7 +15,7 @@ from ferrorpc_coordinator.state.settings import SECOND
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import session_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import ask_elastic, join
+from tests.unit.coordinator_state.helpers import join
 from tests.unit.ferrorpc_coordinator.test_driver import ManualJournal, driven, turns
 
 
@@ -147,18 +147,28 @@ def test_who_cannot_work_before_the_next_generation_waits_for_a_rendezvous():
     assert rendezvous.longest_ns == SECOND, "it has left its generation, which goes on"
 
 
-def test_a_newcomer_to_a_generation_that_goes_on_waits_for_no_rendezvous():
+def test_a_newcomer_waits_for_no_rendezvous_while_a_generation_goes_on():
     """Spares may wait for as long as the job lasts."""
     world = World()
-    for name in ("a", "b"):
-        ask_elastic(world, name, 2, 2)
-    ask_elastic(world, "spare", 2, 2)
+    join(world, "a", "b", "c")
+    join(world, "spare", size=3)
     rendezvous = world.coordinator.jobs["job"].rendezvous
     world.tick(20 * SECOND)
     assert rendezvous.longest_ns == 0
     world.ask("b", leave={"reason": "a bug"})
     world.tick(SECOND)
-    assert rendezvous.longest_ns == 21 * SECOND
+    assert rendezvous.longest_ns == SECOND, "since that generation ended"
+
+
+def test_who_asked_for_the_next_generation_before_its_own_ended_has_waited_since_then():
+    world = World()
+    join(world, "a", "b", "c")
+    join(world, "spare", size=3)
+    join(world, "a", size=3)
+    world.tick(2 * SECOND)
+    world.ask("b", leave={"reason": "a bug"})
+    world.tick(SECOND)
+    assert world.coordinator.jobs["job"].rendezvous.longest_ns == 3 * SECOND
 
 
 def test_a_job_counts_its_generations_that_a_failure_ended():
