@@ -216,7 +216,7 @@ _JOB_GAUGES: Final[tuple[tuple[str, str, Callable[[Job], float]], ...]] = (
     ("ferrorpc_world_size", "Members of the newest generation", lambda job: len(job.generations.newest.members)),
     ("ferrorpc_open_barriers", "Named barriers that wait for somebody", lambda job: len(job.barriers)),
     ("ferrorpc_longest_barrier_seconds", "Age of the oldest open barrier", lambda job: job.barriers.longest_ns / SECOND),
-    ("ferrorpc_longest_behind_seconds", "How long a rank has held others up, or been behind them", longest_behind_seconds),
+    ("ferrorpc_longest_behind_seconds", "How long a rank begins no operation, others waiting or ahead", longest_behind_seconds),
     ("ferrorpc_rendezvous_seconds", "How long members have waited for one", lambda job: job.rendezvous.longest_ns / SECOND),
     ("ferrorpc_store_keys", "Keys in the store", lambda job: len(job.store.keyspace)),
     ("ferrorpc_store_bytes", "Bytes in the store", lambda job: job.store.keyspace.bytes),
