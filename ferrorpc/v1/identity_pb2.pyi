@@ -150,7 +150,7 @@ class Member(google.protobuf.message.Message):
     operation_ms: builtins.int
     """Total milliseconds spent in its operations, including waiting."""
     behind_ms: builtins.int
-    """In a status: milliseconds for which its step has not advanced although another's is ahead; 0 if it keeps up."""
+    """In a status: milliseconds for which it has begun no operation while others wait, or are further; 0 if it keeps up."""
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Label]: ...
     @property
