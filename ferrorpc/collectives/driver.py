@@ -220,8 +220,8 @@ def _drive(execution: Execution) -> None:
         raise _first_cause(guard, out_of_memory(execution.label, error)) from None
     except Exception as problem:
         found = unexpected(execution.label, problem)
-        if not isinstance(found, BackendUnavailableError):  # a bug, which is best seen where it is
-            guard.latch.end(found)
+        if guard.latch.cause is None and not isinstance(found, BackendUnavailableError):
+            guard.latch.end(found)  # a bug, which is best seen where it is
             raise
         raise _first_cause(guard, found) from None
     check_ended_here(guard)

@@ -53,6 +53,24 @@ def test_what_a_backends_send_raises_is_raised_by_the_operation():
     run_groups([ProcessGroup(backend) for backend in queue_backends(2, CutBackend)], body)
 
 
+class Reset(QueueBackend):
+    """Its lanes break where the generation ends, and say only that."""
+
+    def send(self, *_: Any, **__: Any) -> None:
+        self.latch.trip(PeerLostError(1, "signal 9"))
+        raise ConnectionResetError("reset by peer")
+
+    recv = send  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "call", [lambda group: group.send(1.0, 1), lambda group: group.recv(1), lambda group: group.broadcast(1.0)]
+)
+def test_what_a_lane_says_of_the_generations_end_does_not_take_the_place_of_its_cause(call):
+    with pytest.raises(PeerLostError, match="signal 9"):
+        call(ProcessGroup(queue_backends(2, Reset)[0]))
+
+
 def test_a_backend_without_a_session_may_tell_its_peers_of_a_failure():
     latches: list[Latch] = []
 
