@@ -29,8 +29,11 @@ from ferrorpc.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     FerroError,
+    GroupClosedError,
     LimitExceededError,
+    UsageError,
 )
+from ferrorpc.generation_errors import ended_by, reason_of
 from ferrorpc.guard import Guard, Parker
 from ferrorpc.types import TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
@@ -62,6 +65,14 @@ def message_tag(key: Key, slot: int) -> int:
     """A tag that is not used again in one group for a long time, and never by callers, whose tags are smaller. Other groups use
     the same: a backend keeps the messages of its groups apart."""
     return 1 << 62 | (key.stream & 0xFFFF) << 46 | (key.number & 0x3FFFFFFF) << 16 | (slot & 0xFFFF)
+
+
+def _failure_of_send(problem: Exception) -> Exception:
+    """What a backend's send has raised, as the operation's failure. The group has checked the call, so where a lane refuses it
+    that is no wrong call, which would concern this rank alone: a peer waits for the message."""
+    if isinstance(problem, UsageError) and not isinstance(problem, GroupClosedError):
+        return ended_by(reason_of(problem), problem.hint)
+    return problem
 
 
 class SenderThreads:
@@ -99,7 +110,7 @@ class SenderThreads:
             try:
                 self._backend.send(data, peer, tag)
             except Exception as problem:  # noqa: BLE001  the driver raises it: a third party's send may raise anything
-                self.error = problem
+                self.error = _failure_of_send(problem)
         self.ended.unpark()
 
     def check(self) -> None:
@@ -341,7 +352,10 @@ class BlockingSend(BlockingMessage):
 
     def advance(self) -> bool:
         self.await_turn()
-        self._backend.send(self._data, self._peer, self._tag)
+        try:
+            self._backend.send(self._data, self._peer, self._tag)
+        except UsageError as refusal:
+            raise _failure_of_send(refusal) from None
         return True
 
 

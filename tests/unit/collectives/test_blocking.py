@@ -21,8 +21,10 @@ from ferrorpc import (
     CollectiveTimeoutError,
     FerroError,
     GroupAbortedError,
+    GroupClosedError,
     PeerLostError,
     ProcessGroup,
+    TensorMismatchError,
 )
 from ferrorpc.collectives import driver
 from ferrorpc.guard import Latch
@@ -51,6 +53,24 @@ def test_what_a_backends_send_raises_is_raised_by_the_operation():
             group.all_gather(np.ones(3), timeout=60.0 if group.rank else 0.2)
 
     run_groups([ProcessGroup(backend) for backend in queue_backends(2, CutBackend)], body)
+
+
+@pytest.mark.parametrize(
+    ("problem", "raised"),
+    [(TensorMismatchError("too long"), GroupAbortedError), (GroupClosedError("the group was closed"), GroupClosedError)],
+)
+@pytest.mark.parametrize("call", [lambda group: group.send(1.0, 1), lambda group: group.broadcast(1.0)])
+def test_a_lane_that_refuses_a_message_ends_the_generation_as_a_peer_waits_for_it(call, problem, raised):
+    """The call was right, or the group would have refused it. Only a lane that was closed meanwhile ends this rank's alone."""
+
+    class Refusing(QueueBackend):
+        def send(self, *_: Any) -> None:
+            raise problem
+
+    group = ProcessGroup(queue_backends(2, Refusing)[0])
+    with pytest.raises(raised, match=problem.message):
+        call(group)
+    assert (group._backend.latch.cause is None) == (raised is GroupClosedError)
 
 
 class Reset(QueueBackend):
