@@ -190,7 +190,15 @@ class ProcessGroup(Collectives):
         if self._rank not in chosen:
             self._backend.stay_out(chosen, group_id)
             return None
-        group = ProcessGroup(self._backend.split(chosen, group_id), self.timeout)
+        world, part = self._backend, self._backend.split(chosen, group_id)
+        vars(part).update(  # what a subgroup has of its world, where a backend has no properties of its own for these
+            group_id=group_id,
+            world_ranks=tuple(world.world_ranks[rank] for rank in chosen),
+            session=world.session,
+            latch=world.latch,
+            clock=world.clock,
+        )
+        group = ProcessGroup(part, self.timeout)
         self._dispatch.adopt(group._dispatch)
         return group
 

@@ -174,7 +174,8 @@ class Backend(ABC):
         return Turns()
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
-        """The backend of a subgroup (group ranks of this one, this rank included). Local: sends no message.
+        """The backend of a subgroup (group ranks of this one, this rank included). Local: sends no message. The group sets its
+        `group_id`, `world_ranks`, `session`, `latch` and `clock`.
 
         Its messages have the tags that those of this group have, too, so they must be kept apart by the `group_id`, which no
         other group of the world has.

@@ -280,6 +280,23 @@ class SubgroupContract(Contract):
                 mine, what = values(dtype, 13, group.rank), f"{op.value} of {dtype.label}"
                 check_same(everyone.all_reduce(mine, op=op), group.all_reduce(mine, op=op), what)
 
+    @pytest.mark.parametrize("ended", ["world", "subgroup"])
+    def test_a_subgroup_ends_with_its_world_and_the_world_with_its_subgroup(self, ended: str) -> None:
+        def body(group: ProcessGroup) -> None:
+            pair, peer = group.subgroup([0, 1]), 1 - group.rank
+            if pair is None:
+                raise AssertionError("every rank is in it")
+            one, other = (group, pair) if ended == "world" else (pair, group)
+            work = other.recv(peer, tag=1, async_op=True, timeout=LONG_SECONDS)
+            with suppress(GroupAbortedError):  # the other rank may be faster
+                group.barrier()
+            one.abort("the loss is NaN")
+            for call in (lambda: work.wait(timeout=PATIENCE_SECONDS), other.barrier):
+                with pytest.raises(GroupAbortedError, match="the loss is NaN"):
+                    call()
+
+        self.world(2, body)
+
 
 class LifecycleContract(Contract):
     """A group's attributes, the errors of wrong calls, and its end."""

@@ -303,12 +303,17 @@ class OneSetOfQueues(QueueBackend):
 
 
 class QueuesForEachGroup(QueueBackend):
-    """Its subgroups have queues of their own."""
+    """Its subgroups have queues of their own, and nothing else: the group gives them what they have of their world."""
 
     def split(self, ranks: Sequence[int], group_id: int) -> QueueBackend:
         with self.wires.lock:
             wires = vars(self.wires).setdefault("of_groups", {}).setdefault(group_id, Wires(len(ranks)))
-        return QueueBackend(list(ranks).index(self.rank), len(ranks), wires)
+        return QueuesForEachGroup(list(ranks).index(self.rank), len(ranks), wires)
+
+
+class TestSubgroupsOfAThirdParty(SubgroupContract):
+    def world(self, size: int, fn: Any) -> list[Any]:
+        return run_groups([ProcessGroup(backend, timeout=20.0) for backend in queue_backends(size, QueuesForEachGroup)], fn)
 
 
 @pytest.mark.parametrize("kind", [OneSetOfQueues, QueuesForEachGroup])
