@@ -8,9 +8,7 @@ from typing import Any
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import BackendContract, BasicBackendContract, FaultPlan, run_groups, run_world
-from ferrorpc.testing.contract_data_movement import DataMovementContract
-from ferrorpc.testing.contract_groups import AsyncContract, LifecycleContract
-from ferrorpc.testing.contract_reductions import ReductionContract
+from ferrorpc.testing.contract_groups import AsyncContract
 from ferrorpc.transports.routed import RoutedTransport
 from tests.contract.queues import MeetingBackend, queue_backends
 from tests.contract.wrapped import wrapped_backends
@@ -78,7 +76,7 @@ class TestThirdParty(BasicBackendContract, AsyncContract):
         return run_groups([ProcessGroup(backend, timeout=20.0) for backend in queue_backends(size)], fn)
 
 
-class TestThirdPartyWhoseSendsWait(ReductionContract, DataMovementContract, LifecycleContract):
+class TestThirdPartyWhoseSendsWait(BasicBackendContract, AsyncContract):
     """One whose send waits until the peer receives: its collectives must not send to one peer after the other."""
 
     largest_world = 4
