@@ -19,7 +19,7 @@ from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.call import Operation, example
 from ferrorpc.coordination.base import Session, Store
-from ferrorpc.errors import BackendUnavailableError, FerroError, GroupAbortedError, GroupClosedError, UsageError
+from ferrorpc.errors import BackendUnavailableError, FerroError, GroupAbortedError, GroupClosedError, PeerLostError, UsageError
 from ferrorpc.generation_errors import ended_by, generation_replaced, is_interrupt, reason_of
 from ferrorpc.guard import Guard, seconds_of
 from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
@@ -353,17 +353,25 @@ class ProcessGroup(Collectives):
             self._backend.close()
             self._has_left = True
             return
-        session = self._backend.session
-        if reason and session is not None:
-            session.leave(reason)
+        if reason:
+            self._say_goodbye(reason)
         try:
             self._backend.close()
         finally:  # as in `close`
-            if session is not None:
-                session.leave(reason)
+            self._say_goodbye(reason)
         self._has_left = True
-        if session is not None:  # what was abandoned has its error before the process may end
-            self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
+        # What was abandoned has its error before the process may end.
+        self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
+
+    def _say_goodbye(self, reason: str) -> None:
+        """Ends the generation on this rank, and with a reason on the others. May be called again."""
+        session, latch = self._backend.session, self._backend.latch
+        if session is not None:
+            session.leave(reason)
+        elif reason:
+            latch.end(PeerLostError(self.world_ranks[self._rank], reason))
+        else:
+            latch.trip(GroupClosedError("the group was closed"))
 
     def __enter__(self) -> Self:
         self._block = None  # this group has its own block

@@ -91,24 +91,43 @@ def test_what_a_lane_says_of_the_generations_end_does_not_take_the_place_of_its_
         call(ProcessGroup(queue_backends(2, Reset)[0]))
 
 
+class Telling(QueueBackend):
+    """Its latch tells all ranks of the process."""
+
+    def __init__(self, rank: int, size: int, wires: Wires) -> None:
+        super().__init__(rank, size, wires)
+        self.latch = Latch(self.tell)
+        vars(wires).setdefault("latches", []).append(self.latch)
+
+    def tell(self, cause: FerroError, _: Latch) -> None:
+        for latch in vars(self.wires)["latches"]:
+            latch.trip(cause)
+
+
 def test_a_backend_without_a_session_may_tell_its_peers_of_a_failure():
-    latches: list[Latch] = []
-
-    class Telling(QueueBackend):
-        def __init__(self, *place: Any) -> None:
-            super().__init__(*place)
-            self.latch = Latch(self.tell)
-            latches.append(self.latch)
-
-        def tell(self, cause: FerroError, _: Latch) -> None:
-            for latch in latches:
-                latch.trip(cause)
-
     groups = [ProcessGroup(backend) for backend in queue_backends(2, Telling)]
     groups[0].abort("the loss is NaN")
     for group in groups:
         with pytest.raises(GroupAbortedError, match="rank 0 ended the group: the loss is NaN"):
             group.all_gather(np.ones(3))
+
+
+def test_a_backend_without_a_session_may_tell_its_peers_by_what_exception_a_rank_left():
+    leaving, other = (ProcessGroup(backend) for backend in queue_backends(2, Telling))
+    with pytest.raises(ValueError, match="bad sample"), leaving:
+        raise ValueError("bad sample 17")
+    with pytest.raises(PeerLostError) as raised:
+        other.all_gather(np.ones(3), timeout=1.0)
+    assert (raised.value.rank, raised.value.reason) == (0, "ValueError: bad sample 17")
+
+
+def test_what_is_abandoned_at_close_ends_also_where_there_is_no_session():
+    group = ProcessGroup(queue_backends(2)[0], timeout=3600.0)
+    works = [group.recv(1, async_op=True), group.all_reduce(1, async_op=True)]
+    group.close()
+    for work in works:
+        with pytest.raises(GroupClosedError):
+            work.wait(20.0)
 
 
 class SocketBackend(Backend):
