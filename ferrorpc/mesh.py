@@ -60,9 +60,10 @@ class Mesh:
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """The coordinates of a rank of the whole group. Raises UsageError if there is no such rank."""
-        if not 0 <= rank < len(self._coordinates):
-            raise UsageError(f"there is no rank {rank} in a mesh of {len(self._coordinates)}")
-        return dict(zip(self._sizes, self._coordinates[rank], strict=True))
+        number = integer_of(rank)
+        if not 0 <= number < len(self._coordinates):
+            raise UsageError(f"there is no rank {rank!r} in a mesh of {len(self._coordinates)}")
+        return dict(zip(self._sizes, self._coordinates[number], strict=True))
 
     def __getitem__(self, name: str) -> ProcessGroup:
         """The group of the ranks that differ from this one along this dimension only. Raises UsageError if there is none."""

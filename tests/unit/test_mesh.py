@@ -72,8 +72,8 @@ def test_a_dimension_that_is_not_there_is_answered_with_those_that_are():
         mesh = ferrorpc.Mesh({"dp": 2}, group)
         with pytest.raises(UsageError, match=r"no dimension 'pp'(.|\n)*use one of: dp"):
             mesh["pp"]
-        for rank in (2, -1):
-            with pytest.raises(UsageError, match=f"no rank {rank}"):
+        for rank in (2, -1, 1.5, "a", None, True):
+            with pytest.raises(UsageError, match=f"no rank {rank!r}"):
                 mesh.coordinates_of(rank)
 
     run_world(2, body)
