@@ -24,6 +24,8 @@ from ferrorpc.ddp.hooks.vector_ops import vector_ops_for
 from ferrorpc.operations.stream import Stream
 
 _PREFIX: Final = "residue/"
+_HOOK: Final = "hook/"
+"""The prefix of the state of the hook, which may have residues as well."""
 _WEIGHT_MIN: Final = 2.0**-126
 """The least weight whose inverse float32 has."""
 
@@ -77,9 +79,10 @@ class ErrorFeedback(Hook):
         return given
 
     def state(self) -> dict[str, Array]:
-        return {_PREFIX + key: residue for key, residue in self._residues.state().items()} | self._hook.state()
+        residues = {_PREFIX + key: residue for key, residue in self._residues.state().items()}
+        return residues | {_HOOK + name: array for name, array in self._hook.state().items()}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         own = {name for name in state if name.startswith(_PREFIX)}
-        self._hook.load_state({name: array for name, array in state.items() if name not in own})
+        self._hook.load_state({name.removeprefix(_HOOK): array for name, array in state.items() if name not in own})
         self._residues.load(self._current({name.removeprefix(_PREFIX): state[name] for name in own}))

@@ -40,6 +40,7 @@ HOOKS = {
 }
 NESTED = {
     "feedback twice": lambda: ErrorFeedback(ErrorFeedback(TopK(0.1))),
+    "bf16 with feedback twice": lambda: ErrorFeedback(ErrorFeedback(Compress("bf16"))),
     "feedback of factors": lambda: ErrorFeedback(PowerSGD(2, ErrorFeedback(Compress("int8")))),
 }
 hooks = pytest.mark.parametrize("make", HOOKS.values(), ids=HOOKS)
