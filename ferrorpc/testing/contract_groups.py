@@ -12,6 +12,7 @@ import pytest
 
 from ferrorpc.collectives.ranks_and_tags import TAG_MAX
 from ferrorpc.errors import (
+    BarrierTimeoutError,
     CollectiveTimeoutError,
     FerroError,
     GroupAbortedError,
@@ -115,6 +116,21 @@ class PointToPointContract(Contract):
             group.send(np.arange(3), 0)
         elif group.rank == 0:
             check_same(group.recv(1), np.arange(3), "after a timeout")
+        group.barrier()
+
+    @on_some_sizes
+    @on_every_rank
+    def test_a_message_that_comes_just_after_a_timeout_is_for_the_next_recv(self, group: ProcessGroup, size: int) -> None:
+        for item in range(10):
+            group.barrier()
+            if group.rank == 1:
+                group.send(np.array(item), 0)
+            elif group.rank == 0:
+                try:
+                    found = group.recv(1, timeout=0.0)
+                except CollectiveTimeoutError:  # as a rule
+                    found = group.recv(1)
+                check_same(found, np.array(item), "after a timeout")
         group.barrier()
 
     @on_every_size
@@ -341,6 +357,16 @@ class LifecycleContract(Contract):
         group.close()
         for call in (group.barrier, lambda: group.all_reduce(np.ones(5)), lambda: group.gather(x), group.stream):
             _check_alone(call)
+
+    @on_some_sizes
+    @on_every_rank
+    def test_the_backends_own_barrier_waits_for_every_rank_or_its_timeout(self, group: ProcessGroup, size: int) -> None:
+        group._backend.barrier(timeout=PATIENCE_SECONDS)
+        if group.rank == 0:
+            with pytest.raises(BarrierTimeoutError):
+                group._backend.barrier(timeout=SHORT_SECONDS)
+        with suppress(FerroError):  # the timeout may have ended the generation
+            group.broadcast(1.0)
 
     @on_every_size
     def test_a_group_says_what_it_is_and_refuses_everything_after_close(self, size: int) -> None:
