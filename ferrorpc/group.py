@@ -346,25 +346,27 @@ class ProcessGroup(Collectives):
 
     def _leave(self, reason: str) -> None:
         """Closes the lanes and leaves the job. A reason (an exception's) is sent to the others before the lanes close; that of
-        a subgroup to those who wait for this rank in it."""
+        a subgroup to those who wait for this rank in it. Without a session what is abandoned ends before that, too: what lanes
+        say of their end must not end the generation."""
         self._dispatch.close()
         if not self._dispatch.is_world:
             self._dispatch.retire(reason)
             self._backend.close()
             self._has_left = True
             return
-        if reason:
+        if reason or self._backend.session is None:
             self._say_goodbye(reason)
         try:
             self._backend.close()
         finally:  # as in `close`
-            self._say_goodbye(reason)
+            if self._backend.session is not None:
+                self._say_goodbye(reason)
         self._has_left = True
         # What was abandoned has its error before the process may end.
         self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
 
     def _say_goodbye(self, reason: str) -> None:
-        """Ends the generation on this rank, and with a reason on the others. May be called again."""
+        """Ends the generation on this rank, and with a reason on the others."""
         session, latch = self._backend.session, self._backend.latch
         if session is not None:
             session.leave(reason)

@@ -92,14 +92,20 @@ def test_what_a_lane_says_of_the_generations_end_does_not_take_the_place_of_its_
 
 
 class Telling(QueueBackend):
-    """Its latch tells all ranks of the process."""
+    """Its latch tells all ranks of the process, before it is closed."""
+
+    is_closed = False
 
     def __init__(self, rank: int, size: int, wires: Wires) -> None:
         super().__init__(rank, size, wires)
         self.latch = Latch(self.tell)
         vars(wires).setdefault("latches", []).append(self.latch)
 
+    def close(self) -> None:
+        self.is_closed = True
+
     def tell(self, cause: FerroError, _: Latch) -> None:
+        assert not self.is_closed
         for latch in vars(self.wires)["latches"]:
             latch.trip(cause)
 
@@ -128,6 +134,28 @@ def test_what_is_abandoned_at_close_ends_also_where_there_is_no_session():
     for work in works:
         with pytest.raises(GroupClosedError):
             work.wait(20.0)
+
+
+def test_a_recv_that_close_abandons_fails_no_peer_whatever_its_lane_says_of_that():
+    class HangingUp(Telling):
+        def __init__(self, rank: int, size: int, wires: Wires) -> None:
+            super().__init__(rank, size, wires)
+            self.over = threading.Event()
+
+        def recv(self, *_: Any, **__: Any) -> Any:
+            self.over.wait(30.0)
+            raise ConnectionResetError("the socket was closed")
+
+        def close(self) -> None:
+            self.over.set()
+            eventually(lambda: self.latch.cause is not None, "the generation is over here")
+
+    closing, other = (ProcessGroup(backend) for backend in queue_backends(2, HangingUp))
+    work = closing.recv(1, async_op=True)
+    closing.close()
+    with pytest.raises(GroupClosedError):
+        work.wait(20.0)
+    assert other._backend.latch.cause is None
 
 
 class SocketBackend(Backend):
