@@ -346,34 +346,29 @@ class ProcessGroup(Collectives):
 
     def _leave(self, reason: str) -> None:
         """Closes the lanes and leaves the job. A reason (an exception's) is sent to the others before the lanes close; that of
-        a subgroup to those who wait for this rank in it. Without a session what is abandoned ends before that, too: what lanes
-        say of their end must not end the generation."""
+        a subgroup to those who wait for this rank in it."""
         self._dispatch.close()
         if not self._dispatch.is_world:
             self._dispatch.retire(reason)
             self._backend.close()
             self._has_left = True
             return
-        if reason or self._backend.session is None:
-            self._say_goodbye(reason)
+        session, latch = self._backend.session, self._backend.latch
+        if session is None:  # before the lanes: what they say of their end must not end the generation
+            if reason:
+                latch.end(PeerLostError(self.world_ranks[self._rank], reason))
+            else:
+                latch.trip(GroupClosedError("the group was closed"))
+        elif reason:
+            session.leave(reason)
         try:
             self._backend.close()
         finally:  # as in `close`
-            if self._backend.session is not None:
-                self._say_goodbye(reason)
+            if session is not None:
+                session.leave(reason)
         self._has_left = True
         # What was abandoned has its error before the process may end.
         self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
-
-    def _say_goodbye(self, reason: str) -> None:
-        """Ends the generation on this rank, and with a reason on the others."""
-        session, latch = self._backend.session, self._backend.latch
-        if session is not None:
-            session.leave(reason)
-        elif reason:
-            latch.end(PeerLostError(self.world_ranks[self._rank], reason))
-        else:
-            latch.trip(GroupClosedError("the group was closed"))
 
     def __enter__(self) -> Self:
         self._block = None  # this group has its own block
