@@ -127,6 +127,7 @@ class _LocalOffer:
         try:
             handshaker = Handshaker(self._assignment, host, offers, self._listener, self._segment)
         except OSError as error:
+            self._listener.close()  # hangs up on whoever dials, who then need not wait
             return _verdict({}, {self._assignment.rank: f"it cannot greet its peers: {error.strerror}"})
         self._handshaker = handshaker
         handshaker.run(latch, clock)

@@ -78,11 +78,12 @@ class Handshaker:
         """Returns once every rank is proven or has failed, the time is over, or the generation has ended."""
         try:
             self._selector.register(self._listener, selectors.EVENT_READ)
-            for rank in self._peers:
-                if rank < self._assignment.rank:
-                    self._dial(rank, seconds)
+            lower, dialled = [rank for rank in self._peers if rank < self._assignment.rank], None
             deadline = clock.now() + seconds
             while self._missing() and latch.cause is None and (left := deadline - clock.now()) > 0:
+                # One at a time: the kernel lets a user have no more descriptors on the way than one process may have open.
+                while lower and dialled not in self._missing():
+                    self._dial(dialled := lower.pop(), seconds)
                 for key, _ in self._selector.select(min(left, _POLL_SECONDS)):
                     self._accept() if key.fileobj is self._listener else self._read(key)
             for rank in self._missing():
