@@ -81,9 +81,10 @@ class MessageBackend(Backend):
         return Capabilities(device_arrays=True)
 
     def empty(self, spec: TensorSpec) -> Array:
-        if self.control is None:
+        own = None if self.control is None else self.control.host_peers.own
+        if own is None or own.used_bytes + spec.nbytes > own.size_bytes // 2:  # operations need the other half
             return super().empty(spec)
-        return self.control.host_peers.own.empty(spec.shape, spec.dtype.storage)
+        return own.empty(spec.shape, spec.dtype.storage)
 
     def guard(self, timeout: float | None) -> Guard:
         """Deadline and latch of an operation that begins now. Raises UsageError."""

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from ferrorpc.ddp.synchroniser import GradientSynchronizer
+from ferrorpc.group import ProcessGroup
+from ferrorpc.testing import run_groups
+from ferrorpc.transports.shared_memory import discovery
 from tests.integration.launching import run, write_script
+from tests.integration.test_grpc_backend import GrpcWorld
 
 
 def test_a_script_that_never_closes_says_goodbye_to_its_host_peers(tmp_path: Path) -> None:
@@ -80,3 +88,16 @@ def test_the_way_is_chosen_for_each_pair_and_told(tmp_path: Path) -> None:
         "1: [(0, 'shared_memory'), (2, 'grpc')] True",
         "2: [(0, 'grpc'), (1, 'grpc')] False",
     ]
+
+
+def test_gradients_need_not_fit_into_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `ulimit -v` or `-f` there is little of it, and half of that stays free for operations."""
+    monkeypatch.setattr(discovery, "default_bytes", lambda members: 32 << 20)
+    with GrpcWorld(2, transport="shared_memory") as world:
+
+        def body(group: ProcessGroup) -> bool:
+            gradients = {f"weight{number}": np.full(3 << 19, group.rank, np.float32) for number in range(6)}
+            synchronise = GradientSynchronizer(gradients, group, bucket_cap_mb=6)
+            return all((mean == 0.5).all() for mean in synchronise(gradients).values())
+
+        assert run_groups([ProcessGroup(backend, timeout=60.0) for backend in world.backends], body) == [True, True]

@@ -184,7 +184,7 @@ class Segment:
                 raise LimitExceededError(
                     f"no {nbytes} bytes in a row are free in this rank's shared memory: {self._free.free_bytes} of "
                     f"{self.size_bytes} bytes are free",
-                    hint="let go of arrays made by group.empty() that are no longer needed",
+                    hint="let go of arrays made by group.empty(), raise `ulimit -v` and `-f`, or use transport='grpc'",
                 )
             memory = self.memory
         return Block(self, offset, size_bytes, memory[offset : offset + nbytes])
