@@ -8,14 +8,10 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-from typing import Final
+from pathlib import Path
 
+from ferrorpc.control_groups import tightest_limit
 from ferrorpc.errors import ConfigError
-
-_GROUPS: Final = Path("/sys/fs/cgroup")
-_OWN_GROUPS: Final = Path("/proc/self/cgroup")
 
 
 def require_linux(what: str, hint: str) -> None:
@@ -39,29 +35,11 @@ def own_command() -> str:
 
 def available_cpus() -> int:
     """CPUs that this process may use: its affinity, limited by its container's CPU quota (rounded up)."""
-    return math.ceil(min(len(os.sched_getaffinity(0)), *_limits()))
+    quota = tightest_limit("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"), "cpu.max", _quota_of)
+    return math.ceil(min(len(os.sched_getaffinity(0)), quota))
 
 
-def _limits() -> Iterator[float]:
-    """The CPU quota, in CPUs, of each control group (version 1 or 2) that contains this process.
-
-    In a container the path may be the host's and then does not exist; the container's own group is the root there.
-    """
-    yield math.inf
-    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []
-    for controllers, path in (line.split(":", 2)[1:] for line in lines):
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-        inner = PurePosixPath(path.lstrip("/"))
-        for group in (inner, *inner.parents):
-            yield _limit(*(_GROUPS / controllers / group / name for name in names))
-
-
-def _limit(*files: Path) -> float:
-    """A quota from "QUOTA PERIOD" in one file or two; "max" or -1 means unlimited."""
-    try:
-        quota, period = " ".join(file.read_text() for file in files).split()
-        return int(quota) / int(period) if int(quota) > 0 else math.inf
-    except (OSError, ValueError):
-        return math.inf
+def _quota_of(text: str) -> float:
+    """The CPUs of "QUOTA PERIOD"; -1 means unlimited. Raises ValueError for "max"."""
+    quota, period = map(int, text.split())
+    return quota / period if quota > 0 else math.inf

@@ -1,10 +1,10 @@
 """Limits of flow control: chunk size, eager chunks, and the memory that unexpected messages may take."""
 
-import contextlib
 import os
 from functools import cache
-from pathlib import Path
 from typing import Final
+
+from ferrorpc.control_groups import tightest_limit
 
 CHUNK_BYTES: Final = 1 << 20
 """Size of the chunks of a message. Much larger chunks make gRPC slower; smaller ones cost more headers."""
@@ -15,7 +15,6 @@ EAGER_BYTES: Final = EAGER_CHUNKS * CHUNK_BYTES
 
 FRAME_COST_BYTES: Final = 1 << 10
 """Memory that a waiting frame takes besides its payload, rounded up."""
-_CONTAINER_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @cache
@@ -26,6 +25,4 @@ def unexpected_bytes_max() -> int:
     kernel kills a process without a reason.
     """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # no cgroup, or a limit of "max"
-        memory_bytes = min(memory_bytes, int(_CONTAINER_LIMIT.read_text()))
-    return memory_bytes // 2
+    return int(min(memory_bytes, tightest_limit("memory", ("memory.limit_in_bytes",), "memory.max", int))) // 2

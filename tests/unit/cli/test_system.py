@@ -1,4 +1,4 @@
-"""The available CPUs, within the limits of control groups."""
+"""What commands learn of the system, such as the CPUs that are available within the limits of control groups."""
 
 import os
 import shutil
@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from ferrorpc import control_groups
 from ferrorpc.cli import system
 from ferrorpc.errors import ConfigError
 
@@ -16,8 +17,8 @@ EIGHT = set(range(8))
 def machine(tmp_path, monkeypatch):
     """Eight processors; sets this process's line in /proc/self/cgroup, and files of control groups."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: EIGHT)
-    monkeypatch.setattr(system, "_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(system, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(control_groups, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(control_groups, "_OWN_GROUPS", tmp_path / "own")
 
     def write(own, **files):
         (tmp_path / "own").write_text(own)
