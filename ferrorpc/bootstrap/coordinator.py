@@ -210,8 +210,9 @@ def _forget_in_child() -> None:
 
 def _announce_exit() -> None:
     for pipe in _pipes.values():
-        with contextlib.suppress(BrokenPipeError):
-            os.write(pipe, b".")
+        if _is_running(pipe):  # else SIGPIPE would end a process that does not ignore it
+            with contextlib.suppress(BrokenPipeError):
+                os.write(pipe, b".")
         os.close(pipe)
     _pipes.clear()
 

@@ -130,6 +130,21 @@ def test_one_that_was_started_before_is_kept_while_it_lives(monkeypatch: pytest.
     assert coordinator._pipes == {}
 
 
+def test_one_that_has_ended_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may have SIGPIPE end it, as other programs do."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(coordinator, "_pipes", {"127.0.0.1:1": writer})
+    signals: list[int] = []
+    before = signal.signal(signal.SIGPIPE, lambda number, frame: signals.append(number))
+    try:
+        coordinator._announce_exit()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert signals == []
+    assert coordinator._pipes == {}
+
+
 def test_one_whose_start_is_interrupted_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it keeps the port for as long as this process lives, and the next try finds it taken."""
     announced, announcing = os.pipe()
