@@ -3,10 +3,11 @@
 The driver passes all rows that were decided while the last group was being written, so a slow disk makes groups larger.
 A group is one transaction in write-ahead mode with synchronous=FULL: when `done` is called, it has reached the disk.
 
-The journal is prepared for a full disk, or an exceeded quota. It keeps a reserve file beside the database and empties it when
-the disk is full: the rows already decided can still be written, and `full` tells the driver to refuse requests that write. The
-reserve is filled again once there is room. Any other write error is final (after a failed fsync a second one may report success
-for lost data): `failed` is called and the coordinator stops.
+The journal is prepared for a full disk, an exceeded quota, and files as large as `ulimit -f` allows. It keeps a reserve: a file
+beside the database, which is emptied when the disk is full, and a part of the largest size of a file. So the rows already
+decided can still be written, and `full` tells the driver to refuse requests that write. The reserve is filled again once there
+is room. Any other write error is final (after a failed fsync a second one may report success for lost data): `failed` is called
+and the coordinator stops.
 
 Every row has a checksum of its own, because SQLite does not notice a flipped bit in a value. If one does not match, the
 coordinator does not start.
@@ -23,6 +24,7 @@ import fcntl
 import logging
 import os
 import queue
+import resource
 import sqlite3
 import threading
 import time
@@ -224,7 +226,7 @@ class Journal:
                     raise
                 if not busy and not self.full:
                     self._mark_full()
-                    _empty(self._reserve)
+                    self._give_up_reserve()
                     self._shrink()
                     continue
                 if busy and not held:
@@ -245,7 +247,7 @@ class Journal:
     def _mark_full(self) -> None:
         self.full = True
         self._check_room_at = time.monotonic() + _RETRY_SECONDS
-        _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
+        _log.error("no room (disk, quota, ulimit -f) for the journal in %s: writes are refused until there is", self._directory)
 
     def _shrink(self) -> None:
         """Truncates the log and frees unused pages of the database, as far as there is room to do so."""
@@ -260,7 +262,27 @@ class Journal:
                 before = free
 
     def _take_reserve(self) -> bool:
-        return self._reserve_bytes == 0 or _has_room_for(self._reserve, self._reserve_bytes)
+        if self._reserve_bytes == 0:
+            return True
+        taken = self._limit_size(self._reserve_bytes) and _has_room_for(self._reserve, self._reserve_bytes)
+        if not taken:
+            self._give_up_reserve()
+        return taken
+
+    def _give_up_reserve(self) -> None:
+        _empty(self._reserve)
+        self._limit_size(0)
+
+    def _limit_size(self, reserve_bytes: int) -> bool:
+        """Keeps the database this much below the largest size of a file, beyond which SQLite would meet an I/O error. False if
+        it is larger already."""
+        limit_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if limit_bytes == resource.RLIM_INFINITY:
+            return True
+        page_bytes: int = self._connection.execute("PRAGMA page_size").fetchone()[0]
+        pages = (limit_bytes - reserve_bytes) // page_bytes
+        allowed: int = self._connection.execute(f"PRAGMA max_page_count = {pages}").fetchone()[0]
+        return allowed <= pages
 
 
 def _is_gone(path: Path) -> bool:

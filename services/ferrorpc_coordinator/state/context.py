@@ -136,7 +136,7 @@ class JobContext:
         if self.shared.full:
             raise LimitExceededError(
                 f"{refusal} for now: the disk of the coordinator's journal is full",
-                hint="make room on that disk, or delete keys; it is then accepted again",
+                hint="make room on that disk, raise the coordinator's `ulimit -f`, or delete keys; it is then accepted again",
                 retryable=True,
             )
 

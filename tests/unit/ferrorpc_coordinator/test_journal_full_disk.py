@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import resource
 import sqlite3
 import subprocess
 import threading
@@ -253,3 +254,33 @@ def test_removed_rows_make_room_on_a_full_volume(small_disk):
     eventually(lambda: not journal.full)
     assert (mount / "reserve").stat().st_size == RESERVE_BYTES
     journal.close()
+
+
+@pytest.fixture
+def files_of_16_mebibytes():
+    """Files of this process may become no larger."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.usefixtures("files_of_16_mebibytes")
+def test_a_journal_that_is_as_large_as_a_file_may_be_is_full(tmp_path):
+    """SQLite calls that an I/O error, after which no later try would succeed either."""
+    journal = Journal.open(tmp_path)
+    journal.start(failed=lambda error: None)
+    keys = []
+    while not journal.full:
+        keys.append(str(len(keys)))
+        written(journal, [("t", keys[-1], os.urandom(200_000))])
+    assert len(keys) > 20
+    journal.close()
+    again = Journal.open(tmp_path)
+    assert again.full
+    again.start(failed=lambda error: None)
+    written(again, [("t", "member", os.urandom(200_000))])  # into the reserve
+    for key in keys:
+        written(again, [("t", key, None)])
+    eventually(lambda: not again.full)
+    again.close()
