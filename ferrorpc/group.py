@@ -136,14 +136,15 @@ class ProcessGroup(Collectives):
         """A new NumPy array, its contents undefined, in the memory that this group's lanes read fastest. Sends no message.
 
         Ranks on one host share that memory: they read the array, and views of it, in place and without copies. It is freed with
-        its last view, and outlives the group. Where no other rank is on this host it is ordinary memory.
+        its last view, and outlives the group. Where no other rank is on this host it is ordinary memory, and so is what goes
+        beyond half of this rank's share.
 
         Args:
             shape: sizes, or one for a vector.
             dtype: its name, or NumPy's or torch's.
 
         Raises:
-            LimitExceededError: the shared memory is full.
+            LimitExceededError: that half has room for it, but not in a row.
             TensorMismatchError: there is no such dtype; the message lists them.
             UsageError: the shape is invalid, or too large to be sent; or this is a forked child.
             GroupClosedError: the group was closed.
