@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self, overload
 
@@ -136,15 +137,14 @@ class ProcessGroup(Collectives):
         """A new NumPy array, its contents undefined, in the memory that this group's lanes read fastest. Sends no message.
 
         Ranks on one host share that memory: they read the array, and views of it, in place and without copies. It is freed with
-        its last view, and outlives the group. Where no other rank is on this host it is ordinary memory, and so is what goes
-        beyond half of this rank's share.
+        its last view, and outlives the group. Where no other rank is on this host it is ordinary memory, and so is what does
+        not fit into half of this rank's share.
 
         Args:
             shape: sizes, or one for a vector.
             dtype: its name, or NumPy's or torch's.
 
         Raises:
-            LimitExceededError: that half has room for it, but not in a row.
             TensorMismatchError: there is no such dtype; the message lists them.
             UsageError: the shape is invalid, or too large to be sent; or this is a forked child.
             GroupClosedError: the group was closed.
@@ -192,13 +192,16 @@ class ProcessGroup(Collectives):
             self._backend.stay_out(chosen, group_id)
             return None
         world, part = self._backend, self._backend.split(chosen, group_id)
-        vars(part).update(  # what a subgroup has of its world, where a backend has no properties of its own for these
-            group_id=group_id,
-            world_ranks=tuple(world.world_ranks[rank] for rank in chosen),
-            session=world.session,
-            latch=world.latch,
-            clock=world.clock,
-        )
+        of_world = {
+            "group_id": group_id,
+            "world_ranks": tuple(world.world_ranks[rank] for rank in chosen),
+            "session": world.session,
+            "latch": world.latch,
+            "clock": world.clock,
+        }
+        for name, value in of_world.items():
+            with suppress(AttributeError):  # of a backend with a property of its own for it
+                setattr(part, name, value)
         group = ProcessGroup(part, self.timeout)
         self._dispatch.adopt(group._dispatch)
         return group
@@ -354,22 +357,19 @@ class ProcessGroup(Collectives):
             self._backend.close()
             self._has_left = True
             return
-        session, latch = self._backend.session, self._backend.latch
-        if session is None:  # before the lanes: what they say of their end must not end the generation
-            if reason:
-                latch.end(PeerLostError(self.world_ranks[self._rank], reason))
-            else:
-                latch.trip(GroupClosedError("the group was closed"))
-        elif reason:
+        session = self._backend.session
+        if reason and session is not None:
             session.leave(reason)
+        elif reason:
+            self._backend.latch.end(PeerLostError(self.world_ranks[self._rank], reason))
         try:
             self._backend.close()
         finally:  # as in `close`
             if session is not None:
                 session.leave(reason)
         self._has_left = True
-        # What was abandoned has its error before the process may end.
-        self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
+        if session is not None:  # what was abandoned has its error before the process may end
+            self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
 
     def __enter__(self) -> Self:
         self._block = None  # this group has its own block

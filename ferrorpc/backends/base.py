@@ -113,10 +113,7 @@ class Backend(ABC):
         """Returns when every rank has entered. Raises BarrierTimeoutError naming those that did not."""
 
     def close(self) -> None:
-        """Finishes own work, says goodbye, frees everything. Idempotent; under 1 s once all that was sent has been received.
-
-        Where a world has no session, its group has tripped the latch before.
-        """
+        """Finishes own work, says goodbye, frees everything. Idempotent; under 1 s once all that was sent has been received."""
         return
 
     def __getstate__(self) -> NoReturn:

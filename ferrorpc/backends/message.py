@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ferrorpc.collectives.select import DEFAULT_TUNING, explain
 from ferrorpc.collectives.small_messages import SmallMessages
 from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
+from ferrorpc.errors import LimitExceededError
 from ferrorpc.guard import Guard, seconds_of
 from ferrorpc.transports.base import CLOSE_SECONDS, Transport
 from ferrorpc.transports.closed_groups import Begun
@@ -82,9 +84,10 @@ class MessageBackend(Backend):
 
     def empty(self, spec: TensorSpec) -> Array:
         own = None if self.control is None else self.control.host_peers.own
-        if own is None or own.used_bytes + spec.nbytes > own.size_bytes // 2:  # operations need the other half
-            return super().empty(spec)
-        return own.empty(spec.shape, spec.dtype.storage)
+        if own is not None and own.used_bytes + spec.nbytes <= own.size_bytes // 2:  # operations need the other half
+            with suppress(LimitExceededError):  # there is room, but not in a row
+                return own.empty(spec.shape, spec.dtype.storage)
+        return super().empty(spec)
 
     def guard(self, timeout: float | None) -> Guard:
         """Deadline and latch of an operation that begins now. Raises UsageError."""

@@ -3,10 +3,12 @@ training steps, and the bytes it sent to each peer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Final, TypeAlias
 
+from ferrorpc.guard import Clock
 from ferrorpc.v1 import identity_pb2, session_pb2
 
 Traffic: TypeAlias = Mapping[int, tuple[str, int]]
@@ -55,6 +57,16 @@ class Activity:
         """The calling thread left the operation. Adds the seconds that it spent in operations or waiting for them."""
         self._since.pop(get_ident(), None)
         self._operation_seconds += seconds
+
+    @contextmanager
+    def waiting(self, clock: Clock) -> Iterator[None]:
+        """A context in which the calling thread waits."""
+        began = clock.now()
+        self.operating(began)
+        try:
+            yield
+        finally:
+            self.operated(clock.now() - began)
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
         """Counts a training step. Its exposed seconds count as time in operations."""

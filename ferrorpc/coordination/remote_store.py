@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -38,11 +39,15 @@ class RemoteStore(Store):
     Args:
         connection: the connection to the coordinator.
         timeout: seconds that a request may take; for `get` and `wait` the default.
+        waiting: makes a context in which this member is seen to wait.
     """
 
-    def __init__(self, connection: Connection, timeout: float) -> None:
+    def __init__(
+        self, connection: Connection, timeout: float, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self._connection = connection
         self._timeout = timeout
+        self._waiting = waiting
         self._turns = Condition(SYSTEM_CLOCK)
         self._writing = set[object]()
         self._request_ids = itertools.count(secrets.randbits(31) << 32 | 1)
@@ -57,7 +62,8 @@ class RemoteStore(Store):
         limits.check_key(key)
         seconds = seconds_of(timeout, self._timeout)
         operation = wire.GetOperation(key=key, wait_ms=milliseconds(seconds))
-        response = self._ask(f"store.get({key!r})", seconds, get=operation)
+        with self._waiting():
+            response = self._ask(f"store.get({key!r})", seconds, get=operation)
         if not response.found:
             raise timed_out([key], seconds)
         return response.value
@@ -83,7 +89,8 @@ class RemoteStore(Store):
             return
         seconds = seconds_of(timeout, self._timeout)
         operation = wire.WaitOperation(keys=keys, wait_ms=milliseconds(seconds))
-        self._ask(f"store.wait({keys[:4]})", seconds, wait=operation)
+        with self._waiting():
+            self._ask(f"store.wait({keys[:4]})", seconds, wait=operation)
 
     def delete(self, key: str) -> bool:
         limits.check_key(key)

@@ -122,7 +122,7 @@ class RemoteSession(Session):
             max_outage=config["max_outage"],
             heartbeat_interval=config["heartbeat_interval"],
         )
-        self.store = RemoteStore(self._connection, self._timeout)
+        self.store = RemoteStore(self._connection, self._timeout, lambda: self.membership.activity.waiting(self.clock))
 
     def join(self) -> Self:
         """Joins the job. Returns when the rendezvous is complete and `membership` is set. The timeout bounds all of it:
@@ -280,15 +280,14 @@ class RemoteSession(Session):
         )
 
         def meet(ordinal: int) -> list[bytes]:
-            request.ordinal, began = ordinal, self.clock.now()
-            membership.activity.operating(began)
+            request.ordinal = ordinal
+            timed_out = partial(BarrierTimeoutError, [])
             try:
-                response = self._ask_generation(f"barrier {name!r}", seconds, partial(BarrierTimeoutError, []), barrier=request)
-                return list(response.payloads)
+                with membership.activity.waiting(self.clock):
+                    response = self._ask_generation(f"barrier {name!r}", seconds, timed_out, barrier=request)
             except BarrierTimeoutError as error:
                 raise told_to(membership.assignment.rank, error) from None
-            finally:
-                membership.activity.operated(self.clock.now() - began)
+            return list(response.payloads)
 
         return membership.ordinals.use(name, participants, meet)
 

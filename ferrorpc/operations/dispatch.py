@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -453,10 +453,11 @@ class Dispatch:
     def settle(self) -> None:
         """Waits until nothing of this group is in flight, on devices too."""
         self.check_not_forked()
-        self._drain_own(FOREVER)
         try:
-            self.backend.synchronize(FOREVER)
-            self.landings.settle(FOREVER)
+            with nullcontext() if self._activity is None else self._activity.waiting(self.backend.clock):
+                self._drain_own(FOREVER)
+                self.backend.synchronize(FOREVER)
+                self.landings.settle(FOREVER)
         except FerroError as error:
             error.mark_shown()
             raise self.located(error) from None

@@ -60,11 +60,11 @@ class ClosedGroups:
     def __contains__(self, group: int) -> bool:
         return group in self._begun
 
-    def explain(self, group: int) -> str:
-        """What to tell a peer that waits for this rank in a closed group."""
-        reason = self._reasons.get(group)
-        cause = f", left by {reason}" if reason else ""
-        return f"it closed a subgroup in which others wait for it{cause}"
+    def explain(self, key: Key, signature: str) -> str:
+        """What to tell a peer that waits for this rank in an operation of a closed group."""
+        reason = self._reasons.get(key.group)
+        cause = f"; it had left by {reason}" if reason else ""
+        return f"it closed a subgroup in which others wait for it: {signature} #{key.number}{cause}"
 
     def begun_in_stream_of(self, key: Key) -> Begun | None:
         """What has begun in an operation's stream. None where its group is open, and for send, recv and `Backend.barrier`,

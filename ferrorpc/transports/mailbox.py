@@ -344,7 +344,7 @@ class Mailbox:
             over = key.group in self._closed and (key.number != ANY_NUMBER or not self._has_unsent(key.group, peer))
             return Standing(FINISHED if over else ABSENT, "", 0, "")
         if self._closed.never_begins(key):
-            self.report(GroupAbortedError(self.rank, f"{self._closed.explain(key.group)}: {signature} #{key.number}"))
+            self.report(GroupAbortedError(self.rank, self._closed.explain(key, signature)))
         with self._lock:
             box = self._boxes.get(key)
             entered = box.signature if box is not None else None

@@ -46,6 +46,8 @@ RESERVE_BYTES: Final = 4 << 20
 _DATABASE: Final = "journal.sqlite"
 _RESERVE: Final = "reserve"
 _RETRY_SECONDS: Final = 0.25
+_PAGES_MAX: Final = 0x3FFFFFFF
+"""As many as any SQLite takes: 4 TiB."""
 _SHRINK_PAGES: Final = 64
 """Pages freed in one step. The step writes about as many pages to the write-ahead log, so it must be small on a full disk."""
 _PROBE: Final = "probe"
@@ -277,10 +279,9 @@ class Journal:
         """Keeps the database this much below the largest size of a file, beyond which SQLite would meet an I/O error. False if
         it is larger already."""
         limit_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        if limit_bytes == resource.RLIM_INFINITY:
-            return True
         page_bytes: int = self._connection.execute("PRAGMA page_size").fetchone()[0]
-        pages = (limit_bytes - reserve_bytes) // page_bytes
+        unlimited = limit_bytes == resource.RLIM_INFINITY  # perhaps only since a moment ago
+        pages = _PAGES_MAX if unlimited else (limit_bytes - reserve_bytes) // page_bytes
         allowed: int = self._connection.execute(f"PRAGMA max_page_count = {pages}").fetchone()[0]
         return allowed <= pages
 

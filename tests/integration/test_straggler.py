@@ -46,7 +46,7 @@ def test_status_names_the_rank_that_computes_longest(tmp_path: Path) -> None:
 
 
 WAITS = """
-    import json, subprocess, sys
+    import itertools, json, subprocess, sys
     import numpy as np
     import ferrorpc
 
@@ -62,7 +62,14 @@ WAITS = """
             "blocking": lambda: group.all_reduce(x),
             "asynchronous": lambda: group.all_reduce(x, async_op=True).wait(),
             "step": lambda: sync(x),
+            "synchronize": lambda: [group.all_reduce(x, async_op=True), group.synchronize()],
+            "store": lambda: meet(next(numbers)),
         }
+        numbers = map(str, itertools.count())
+
+        def meet(key):
+            group.store.wait(key) if group.rank == 0 else group.store.set(key, b"")
+
         operation = operations[sys.argv[1]]
         operation()
         if group.rank == 1:
@@ -72,7 +79,7 @@ WAITS = """
 """
 
 
-@pytest.mark.parametrize("how", ["blocking", "asynchronous", "step"])
+@pytest.mark.parametrize("how", ["blocking", "asynchronous", "step", "synchronize", "store"])
 def test_status_shows_who_waits_in_an_operation_that_is_not_over(tmp_path: Path, how: str) -> None:
     result = run("-n", "2", write_script(tmp_path, WAITS), how, FERRORPC_HEARTBEAT_INTERVAL="0.1")
     assert result.returncode == 0, result.stderr

@@ -79,11 +79,14 @@ class Handshaker:
         try:
             self._selector.register(self._listener, selectors.EVENT_READ)
             lower, dialled = [rank for rank in self._peers if rank < self._assignment.rank], None
-            deadline = clock.now() + seconds
+            dial_next_at = clock.now()
+            deadline = dial_next_at + seconds
             while self._missing() and latch.cause is None and (left := deadline - clock.now()) > 0:
-                # One at a time: the kernel lets a user have no more descriptors on the way than one process may have open.
-                while lower and dialled not in self._missing():
+                # One at a time: the kernel lets a user have no more descriptors on the way than one process may have open. But
+                # one that is silent must not keep those above it from those below.
+                while lower and (dialled not in self._missing() or clock.now() >= dial_next_at):
                     self._dial(dialled := lower.pop(), seconds)
+                    dial_next_at = clock.now() + seconds / 10
                 for key, _ in self._selector.select(min(left, _POLL_SECONDS)):
                     self._accept() if key.fileobj is self._listener else self._read(key)
             for rank in self._missing():

@@ -26,12 +26,13 @@ class Behind(NamedTuple):
 def behind(members: Iterable[Member], reforming: Mapping[str, int], now: int) -> Behind:
     """The members that are behind.
 
-    Once a rank has waited for BEHIND_NS, in operations or for the next generation, those are behind that for as long have
-    neither waited nor begun an operation.
+    Once most ranks have waited for BEHIND_NS, in operations or for the next generation, those are behind that for as long have
+    neither waited nor begun an operation. A few may always wait: who gives others work, or receives their results.
 
-    Where no rank is seen to wait, as none is that leaves waiting to its GPU or awaits a Work, operations are counted: those are
-    behind that begin none although another is further. When no rank begins any, the others wait for those behind if the ranks
-    work in step. Ranks that do different work, such as pipeline stages, drift apart; they are behind only while others advance.
+    Where most are not seen to wait, as no rank is that leaves waiting to its GPU or awaits a Work, operations are counted:
+    those are behind that begin none although another is further. When no rank begins any, the others wait for those behind if
+    the ranks work in step. Ranks that do different work, such as pipeline stages, drift apart; they are behind only while
+    others advance.
 
     Args:
         members: those of a generation that goes on.
@@ -41,10 +42,10 @@ def behind(members: Iterable[Member], reforming: Mapping[str, int], now: int) ->
     before = now - BEHIND_NS
     working = [member for member in ranked if member.name not in reforming]
     idle = [(member, since) for member in working if (since := member.idle_since) is not None and since < before]
-    waits = [since for member in working if (since := member.waits_since) is not None]
-    first = min([*waits, *reforming.values()], default=now)
-    if first < before:
-        return Behind({member.name: now - max(since, first) for member, since in idle}, "others wait")
+    waits = sorted([*reforming.values(), *(since for member in working if (since := member.waits_since) is not None)])
+    most_wait_since = waits[len(ranked) // 2] if len(waits) > len(ranked) // 2 else now
+    if most_wait_since < before:
+        return Behind({member.name: now - max(since, most_wait_since) for member, since in idle}, "others wait")
     steps = [member.step for member in ranked] or [0]
     if max(steps) - min(steps) > IN_STEP:
         before -= now - max(member.step_since for member in ranked)

@@ -47,12 +47,25 @@ def test_a_hung_stage_of_a_pipeline_is_behind_those_that_wait_for_it(steps: tupl
     assert status_of(world).headline.title == "Rank 1 has been behind for 7 s"
 
 
-def test_for_how_long_a_rank_is_behind_counts_from_the_first_wait_of_another() -> None:
-    world = world_at(a=4, b=4)
+def test_for_how_long_a_rank_is_behind_counts_from_when_most_others_wait() -> None:
+    world = world_at(a=4, b=4, c=4)
     world.tick(50 * SECOND)
     wait(world, "a")
+    world.tick(10 * SECOND)
+    assert behind(world) == {}
+    wait(world, "a", "c")
     world.tick(6 * SECOND)
     assert behind(world) == {"b": pytest.approx(6, abs=0.5)}
+
+
+@pytest.mark.parametrize("steps", [(40, 40, 40, 40), (900, 300, 300, 300)])
+def test_where_a_few_wait_for_those_to_whom_they_give_work_nobody_is_behind(steps: tuple[int, ...]) -> None:
+    """A rank that gives out work or collects results, or two that are long at a message of their own."""
+    world = world_at(a=steps[0], b=steps[1], c=steps[2], d=steps[3])
+    wait(world, "a", *(["b"] if steps[0] == steps[1] else []))
+    world.tick(180 * SECOND)
+    assert behind(world) == {}
+    assert status_of(world).headline.level == "good"
 
 
 def test_who_waited_itself_and_works_now_is_behind() -> None:
@@ -76,8 +89,8 @@ def test_who_waits_and_goes_on_is_not_behind() -> None:
 
 def test_a_rank_that_fell_silent_is_not_taken_to_wait() -> None:
     """It may have left its operation since its last beat."""
-    world = world_at(a=4, b=4)
-    wait(world, "a", "b")
+    world = world_at(a=4, b=4, c=4)
+    wait(world, "a", "b", "c")
     world.tick(3 * SECOND)
     world.clients["b"].frozen = True
     world.tick(4 * SECOND)

@@ -121,7 +121,7 @@ def test_of_ranks_that_are_behind() -> None:
     assert shown(members) == ("warn", "Rank 1 has been behind for 12 s", others, told[1])
     for member, seconds in ((members[0], 8), (members[2], 7)):
         member.waits, member.waits_changed = True, NOW - seconds * SECOND
-    assert shown(members) == ("warn", "Rank 1 has been behind for 8 s", "others wait", told[1])
+    assert shown(members) == ("warn", "Rank 1 has been behind for 7 s", "others wait", told[1])
 
 
 @pytest.mark.parametrize(

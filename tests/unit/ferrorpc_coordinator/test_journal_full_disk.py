@@ -17,12 +17,18 @@ from tests.unit.ferrorpc_coordinator.test_journal import opened
 from tests.waiting import eventually
 
 
+def leave_two_pages(journal):
+    """As on a disk with no room for more."""
+    journal._limit_size = lambda _: True
+    pages = journal._connection.execute("PRAGMA page_count").fetchone()[0]
+    journal._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+
+
 def test_a_full_disk_is_waited_out(tmp_path):
     journal = opened(tmp_path)
     failures = []
     journal.start(failed=failures.append)
-    pages = journal._connection.execute("PRAGMA page_count").fetchone()[0]
-    journal._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    leave_two_pages(journal)
     done = threading.Event()
     journal.write([("t", str(number), b"x" * 2000) for number in range(100)], done.set)
     eventually(lambda: journal.full)
@@ -126,8 +132,7 @@ def test_what_was_decided_is_written_however_long_the_disk_is_full(tmp_path, mon
 def test_closing_does_not_wait_for_a_full_disk_for_ever(tmp_path):
     journal = opened(tmp_path)
     journal.start(failed=lambda error: None)
-    pages = journal._connection.execute("PRAGMA page_count").fetchone()[0]
-    journal._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    leave_two_pages(journal)
     called = []
     journal.write([("t", str(number), b"x" * 2000) for number in range(100)], lambda: called.append(1))
     journal.close(seconds=0.1)
@@ -138,8 +143,7 @@ def test_a_reserve_that_cannot_be_given_up_is_a_failure_and_not_the_silent_end_o
     journal = opened(tmp_path, reserve_bytes=4096)
     (tmp_path / "data" / "reserve").unlink()
     (tmp_path / "data" / "reserve").mkdir()  # as on a disk that turned read-only: it cannot be unlinked
-    pages = journal._connection.execute("PRAGMA page_count").fetchone()[0]
-    journal._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    leave_two_pages(journal)
     failures = []
     told = threading.Event()
     journal.start(failed=lambda error: (failures.append(error), told.set()))
@@ -244,12 +248,7 @@ def test_removed_rows_make_room_on_a_full_volume(small_disk):
     mount = small_disk(16 << 10)
     journal = Journal.open(mount)
     journal.start(failed=lambda error: None)
-    keys = []
-    while not journal.full:
-        keys.append(str(len(keys)))
-        written(journal, [("t", keys[-1], os.urandom(200_000))])
-    assert len(keys) > 20
-    for key in keys:
+    for key in fill(journal):
         written(journal, [("t", key, None)])
     eventually(lambda: not journal.full)
     assert (mount / "reserve").stat().st_size == RESERVE_BYTES
@@ -265,16 +264,39 @@ def files_of_16_mebibytes():
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.usefixtures("files_of_16_mebibytes")
-def test_a_journal_that_is_as_large_as_a_file_may_be_is_full(tmp_path):
-    """SQLite calls that an I/O error, after which no later try would succeed either."""
-    journal = Journal.open(tmp_path)
-    journal.start(failed=lambda error: None)
+def fill(journal: Journal) -> list[str]:
+    """Writes until there is no more room. Returns the keys."""
     keys = []
     while not journal.full:
         keys.append(str(len(keys)))
         written(journal, [("t", keys[-1], os.urandom(200_000))])
     assert len(keys) > 20
+    return keys
+
+
+@pytest.mark.usefixtures("files_of_16_mebibytes")
+@pytest.mark.parametrize("limit_bytes", [40 << 20, resource.RLIM_INFINITY])
+def test_a_journal_goes_on_once_files_may_be_larger(tmp_path, limit_bytes):
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    if hard != resource.RLIM_INFINITY:
+        pytest.skip("files of this process have a limit that cannot be raised")
+    journal = Journal.open(tmp_path)
+    journal.start(failed=lambda error: None)
+    fill(journal)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    eventually(lambda: not journal.full)
+    for number in range(60):
+        written(journal, [("more", str(number), os.urandom(200_000))])
+    assert not journal.full
+    journal.close()
+
+
+@pytest.mark.usefixtures("files_of_16_mebibytes")
+def test_a_journal_that_is_as_large_as_a_file_may_be_is_full(tmp_path):
+    """SQLite calls that an I/O error, after which no later try would succeed either."""
+    journal = Journal.open(tmp_path)
+    journal.start(failed=lambda error: None)
+    keys = fill(journal)
     journal.close()
     again = Journal.open(tmp_path)
     assert again.full
