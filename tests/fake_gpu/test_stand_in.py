@@ -19,21 +19,6 @@ from ferrorpc.types import DType
 
 OWN = {"fake", "driver", "cupy", "machine", "gpu", "stream", "thread", "launch", "apply", "lying", "seen"}
 OWN |= {"exchange_capture_mode"}
-    [
-        "fake",
-        "driver",
-        "cupy",
-        "machine",
-        "gpu",
-        "stream",
-        "thread",
-        "launch",
-        "apply",
-        "lying",
-        "seen",
-        "exchange_capture_mode",
-    ]
-)
 """What the stand-in has for itself."""
 OF_OBJECTS = {"ptr"}
 """What CuPy's objects have, but not their classes."""
