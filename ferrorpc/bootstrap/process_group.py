@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -65,24 +62,6 @@ _SPAWNED_IN_A_RANK: Final = (
 )
 _open: list[LocalSession | RemoteSession] = []
 """The session of this process's group. The next `init_process_group` checks whether it was left."""
-_joining: dict[int, threading.Thread] = {}
-"""The thread that is just calling `init_process_group`, by the id of its process: that of a forked child's parent is none."""
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Around `init_process_group`, which one thread of a process at a time may call."""
-    process, thread = os.getpid(), threading.current_thread()
-    known = _joining.setdefault(process, thread)
-    if known is not thread and known.is_alive():  # else an interrupt came before it could be taken back
-        raise UsageError(
-            "another thread of this process is just joining",
-            hint="call init_process_group() once, before threads start, and share the group among them",
-        )
-    try:
-        yield
-    finally:
-        _joining.pop(process, None)
 
 
 def init_process_group(
@@ -107,30 +86,25 @@ def init_process_group(
 
     Raises:
         ConfigError: a setting or a variable is wrong; the message names it.
-        UsageError: this process has an open group already, or another thread of it is just joining; or, where there is a
-            coordinator, it was forked from one that had been a member, or is a helper that imports the main script (which
-            needs `if __name__ == "__main__":`).
+        UsageError: this process has an open group already; or, where there is a coordinator, was forked from one that had been
+            a member, or is a helper that imports the main script (which needs `if __name__ == "__main__":`).
         CoordinatorUnavailableError: no coordinator answered at its address in time.
         RendezvousTimeoutError: naming the missing members.
         BackendUnavailableError: the backend cannot work here.
         PeerLostError, GroupAbortedError: a rank was lost, or failed, before the group was made.
     """
     process_exit.install_hooks()
+    if _open and not _open[-1].left:
+        raise UsageError(
+            "this process has an open group already",
+            hint="use the group that the first call returned, or close() it first; for several groups at once use "
+            "group.subgroup(), or ProcessGroup(backend)",
+        )
+    for session in _open:
+        session.leave()  # to the end, where that was interrupted
     chosen = {"backend": backend, "transport": transport}
     arguments = settings | {name: value for name, value in chosen.items() if value != "auto"} | {"timeout": timeout}
-    with _alone():
-        if _open and not _open[-1].left:
-            raise UsageError(
-                "this process has an open group already",
-                hint="use the group that the first call returned, or close() it first; for several groups at once use "
-                "group.subgroup(), or ProcessGroup(backend)",
-            )
-        for session in _open:
-            session.leave()  # to the end, where that was interrupted
-        return _joined_group(Config(arguments))
-
-
-def _joined_group(config: Config) -> ProcessGroup:
+    config = Config(arguments)
     set_up_logging(config)
     set_up_telemetry(config)
     for name, meant in unknown_settings(os.environ):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,28 +28,6 @@ def test_a_group_that_somebody_holds_is_to_be_closed_or_used() -> None:
         with pytest.raises(UsageError, match=r"has an open group already\ntry: use the group that the first call returned"):
             ferrorpc.init_process_group()
         assert group.all_reduce(2.0) == 2.0
-
-
-def test_of_two_threads_one_may_make_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other would wait for the whole timeout, for a name that its own process has."""
-    open_session, has_begun, go_on = process_group._session, threading.Event(), threading.Event()
-
-    def slow(*given: Any) -> Any:
-        has_begun.set()
-        assert go_on.wait(30.0)
-        return open_session(*given)
-
-    monkeypatch.setattr(process_group, "_session", slow)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(ferrorpc.init_process_group)
-        assert has_begun.wait(30.0)
-        try:
-            with pytest.raises(UsageError, match="another thread of this process is just joining"):
-                ferrorpc.init_process_group()
-        finally:
-            go_on.set()
-        first.result(30.0).close()
-    ferrorpc.init_process_group().close()
 
 
 def test_a_group_that_is_interrupted_while_it_is_made_closes_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
