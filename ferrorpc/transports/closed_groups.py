@@ -10,6 +10,9 @@ from ferrorpc.wire.frames import BARRIER_STREAM, BESIDE, Key
 CLOSED_GROUPS_MAX: Final = 65_536
 """Number of closed groups that are known."""
 
+REASON_CHARACTERS_MAX: Final = 1_000
+"""How much is kept of an exception's text, which may be of any length."""
+
 GAPS_MAX: Final = 64
 """How many gaps of a stream are known. Of operations in older ones nobody says that they never begin."""
 
@@ -51,7 +54,7 @@ class ClosedGroups:
         """Adds a group. The arguments are those of `Backend.retire`."""
         self._begun[group] = tuple(begun)
         if reason:
-            self._reasons[group] = reason
+            self._reasons[group] = reason[:REASON_CHARACTERS_MAX]
         if len(self._begun) > CLOSED_GROUPS_MAX:
             oldest = next(iter(self._begun))
             del self._begun[oldest]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ferrorpc.transports.closed_groups import GAPS_MAX, Begun, ClosedGroups
+from ferrorpc.transports.closed_groups import GAPS_MAX, REASON_CHARACTERS_MAX, Begun, ClosedGroups
 from ferrorpc.wire.frames import BESIDE, Key
 
 
@@ -32,6 +32,14 @@ def test_only_the_latest_gaps_are_known() -> None:
     assert len(begun.gaps) == GAPS_MAX
     assert not begun.has(997)
     assert begun.has(1), "which is not known any more"
+
+
+def test_of_a_long_reason_the_beginning_is_kept() -> None:
+    closed = ClosedGroups()
+    closed.add(7, [], "ValueError: " + "x" * 100_000)
+    told = closed.explain(Key(7, 0, 3), "barrier()")
+    assert told.startswith("it closed a subgroup in which others wait for it: barrier() #3; it had left by ValueError: xxx")
+    assert len(told) < 2 * REASON_CHARACTERS_MAX
 
 
 def test_what_a_closed_group_skipped_never_begins() -> None:
