@@ -81,6 +81,19 @@ class PointToPointContract(Contract):
 
     @on_some_sizes
     @on_every_rank
+    def test_an_array_may_be_changed_once_send_has_returned(self, group: ProcessGroup, size: int) -> None:
+        if group.rank == 0:
+            x = np.zeros(5, np.int64)
+            for item in range(4):
+                x[...] = item
+                group.send(x, 1)
+            x[...] = -1
+        elif group.rank == 1:
+            found = [group.recv(0) for _ in range(4)]
+            check_list(found, [np.full(5, item) for item in range(4)], "messages of one array")
+
+    @on_some_sizes
+    @on_every_rank
     def test_sizes_from_nothing_to_megabytes_into_out_of_any_layout(self, group: ProcessGroup, size: int) -> None:
         peer = group.rank ^ 1
         for count in (0, 1, 1001, 1_250_001):
