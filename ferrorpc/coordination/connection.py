@@ -200,13 +200,20 @@ class Connection:
             if now >= explain_at:
                 wait_log.say(request.label, now, self.outage() or self._listener.explain(request, self._stream))
 
-    def try_ask(self, label: str, seconds: float, **body: Any) -> Any:
-        """The answer, or None if none comes within `seconds`, for whatever reason."""
+    def try_ask(self, label: str, seconds: float, *, while_up: float = 0.0, **body: Any) -> Any:
+        """The answer, or None if none comes within `seconds`, for whatever reason. While the connection is up, it is waited for
+        longer: `while_up` seconds."""
         try:
             request = self.post(label, **body)
         except FerroError:
             return None
-        self._wait(request, self._clock.now() + seconds)
+
+        def is_over() -> bool | None:
+            return True if request.outcome is not None or not self._outages.is_up else None
+
+        began = self._clock.now()
+        self._wait(request, began + seconds)
+        self._condition.wait_for(is_over, began + while_up)
         outcome = self._drop(request)
         return None if isinstance(outcome, FerroError) else outcome
 

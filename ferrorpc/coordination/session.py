@@ -47,6 +47,9 @@ ASK_AGAIN_SECONDS: Final = 1.0
 """How long a member that was refused for one that may be dead, or about to leave, waits before it asks again."""
 REPORT_SECONDS: Final = 1.0
 LEAVE_SECONDS: Final = 0.7
+LEAVE_WHILE_UP_SECONDS: Final = 10.0
+"""How long a Leave is waited for while the coordinator can be reached. It, or a thread of this process, may stand still for
+seconds; and until it knows, this rank's end would be a death that ends the others' generation."""
 DETAIL_BYTES_MAX: Final = 64 << 10
 UNHEALTHY: Final = ("stalled", "suspect")
 """States of living members that explanations of waits mention."""
@@ -242,15 +245,18 @@ class RemoteSession(Session):
         closed = GroupClosedError(f"{self.name} has left job {self.job!r}")
         self._connection.leave_error = closed
         had_ended = self._connection.ended_by is not None
+        began = self.clock.now()
         try:
-            answer = self._connection.try_ask("leave", LEAVE_SECONDS, leave=request)
+            has_ended = self.membership.latch.cause is not None  # so nobody needs to know
+            while_up = 0.0 if has_ended else LEAVE_WHILE_UP_SECONDS
+            answer = self._connection.try_ask("leave", LEAVE_SECONDS, while_up=while_up, leave=request)
             if answer is None and generation and not had_ended:
                 _log.warning(
-                    "%s leaves, but the coordinator at %s has not answered for %g s: if it was not told, it takes this rank "
+                    "%s leaves, but the coordinator at %s has not answered for %.1f s: if it was not told, it takes this rank "
                     "for dead some seconds after it is back, and the others' generation ends",
                     self.name,
                     self._connection.address,
-                    LEAVE_SECONDS,
+                    self.clock.now() - began,
                 )
         finally:
             self._connection.close(closed)

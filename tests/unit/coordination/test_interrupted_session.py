@@ -19,6 +19,11 @@ from tests.waiting import eventually
 SESSION = ("coordination/session.py", "coordination/connection.py", "coordination/pending_requests.py")
 
 
+def answers_no_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(session_module, "LEAVE_WHILE_UP_SECONDS", 0.0)
+
+
 def joined() -> Played:
     played = Played()
     played.welcome()
@@ -72,7 +77,7 @@ def test_wherever_a_barrier_of_a_local_world_is_interrupted_the_next_call_has_it
 
 
 def test_wherever_a_leave_is_interrupted_a_second_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "LEAVE_SECONDS", 0.0)
+    answers_no_leave(monkeypatch)
     for place in itertools.count(1):
         played, closed = joined(), set[int]()
         for number in range(2):
@@ -90,7 +95,7 @@ def test_wherever_a_leave_is_interrupted_a_second_one_leaves(monkeypatch: pytest
 def test_a_leave_within_a_leave_does_nothing_and_a_callback_that_fails_keeps_nothing_from_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(session_module, "LEAVE_SECONDS", 0.0)
+    answers_no_leave(monkeypatch)
     played, called = joined(), list[str]()
     session = played.session
 

@@ -10,6 +10,7 @@ import pytest
 
 from ferrorpc import logs
 from ferrorpc.config import Config
+from ferrorpc.coordination import session as session_module
 from ferrorpc.coordination.activity import LINKS_EVERY_BEATS
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import (
@@ -54,6 +55,17 @@ class Played:
         self.position.generation = generation
         peers = [identity_pb2.Member(name=f"m{rank}") for rank in range(size)]
         self.answer(sequence=99, join=rendezvous_pb2.JoinResponse(generation=generation, rank=0, peers=peers))
+
+    def leave(self, reason: str = "", *, answered: bool = True) -> None:
+        """Leaves; where the Leave is not to be answered, the connection is lost meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            leaving = pool.submit(self.session.leave, reason)
+            (sequence,) = eventually(lambda: [frame.sequence for frame in self.streams[-1] if frame.HasField("leave")])
+            if answered:
+                self.answer(sequence=sequence, leave=rendezvous_pb2.LeaveResponse())
+            else:
+                self.lose()
+            leaving.result(20)
 
 
 def test_an_id_that_was_not_answered_before_an_outage_is_offered_once_after_it() -> None:
@@ -101,10 +113,7 @@ def test_an_error_that_names_a_file_whose_name_is_not_utf_8_is_told_all_the_same
     played.join(2)
     played.session.membership.latch.end(GroupAbortedError(0, "no file caf\udce9.txt"))
     played.session.report_link_lost(1, "no file caf\udce9.txt")
-    with ThreadPoolExecutor(1) as pool:
-        leaving = pool.submit(played.session.leave, "FileNotFoundError: caf\udce9.txt")
-        eventually(lambda: len(played.streams[0]) == 4)
-        leaving.result(20)
+    played.leave("FileNotFoundError: caf\udce9.txt")
     failure, lost, _, leave = played.streams[0]
     assert failure.report.failure.message == "rank 0 ended the group: no file caf\\udce9.txt"
     assert lost.report.link_lost.reason == "no file caf\\udce9.txt"
@@ -168,6 +177,29 @@ def test_who_leaves_while_the_coordinator_is_away_says_what_follows(reason: str,
     assert "m leaves, but the coordinator at nowhere:1 has not answered for 0.7 s" in caplog.messages[-1]
 
 
+def test_a_leave_waits_for_a_coordinator_that_can_be_reached(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have stood still for a moment. If it were not told, this rank would be taken for dead."""
+    monkeypatch.setattr(session_module, "LEAVE_SECONDS", 0.0)
+    played = Played()
+    played.welcome()
+    played.join(2)
+    played.leave()
+    assert not caplog.messages
+
+
+def test_a_leave_waits_no_longer_once_the_coordinator_is_lost(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "LEAVE_WHILE_UP_SECONDS", 1000.0)
+    played = Played()
+    played.welcome()
+    played.join(2)
+    played.leave(answered=False)
+    assert "m leaves, but the coordinator at nowhere:1 has not answered for 0." in caplog.messages[-1]
+
+
 def test_log_lines_name_the_job_until_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process says while it joins another job would name the wrong one."""
     monkeypatch.setattr(logs, "_origin", {})
@@ -176,7 +208,7 @@ def test_log_lines_name_the_job_until_it_is_left(monkeypatch: pytest.MonkeyPatch
     played.welcome()
     played.join(2)
     assert "[job=job rank=0 generation=1]" in logs.TextFormatter().format(record)
-    played.session.leave("the end")
+    played.leave("the end")
     assert logs.TextFormatter().format(record).endswith("ferrorpc: late")
 
 
