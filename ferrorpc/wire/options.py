@@ -118,6 +118,10 @@ _DATA: Final = (
     ("grpc.http2.max_frame_size", DATA_MESSAGE_BYTES_MAX),
 )
 
+_ACCEPTED_LATE: Final = ("grpc.server_max_unrequested_time_in_server", 24 * 3600)
+"""gRPC cancels a stream that a server has not accepted for 30 s. A rank may hold the interpreter lock for longer and be well:
+whether it is, the coordinator decides."""
+
 
 def data_channel(lease_seconds: float = 0.0) -> Options:
     """Options of a channel to a peer, for a rank with this lease."""
@@ -126,7 +130,7 @@ def data_channel(lease_seconds: float = 0.0) -> Options:
 
 def data_server(lease_seconds: float = 0.0) -> Options:
     """Options of a worker's server, for a rank with this lease. Each stream of a peer has a connection of its own."""
-    return [*_peer_keepalive(lease_seconds), *_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
+    return [*_peer_keepalive(lease_seconds), *_SERVER, *_DATA, _ACCEPTED_LATE, ("grpc.max_concurrent_streams", 16)]
 
 
 def bounds_floods(grpcio_version: str) -> bool:

@@ -37,6 +37,11 @@ def test_who_gives_up_a_live_connection_last_is_who_cannot_take_it_up_again() ->
     assert max(peers) < 60_000
 
 
+def test_a_rank_that_accepts_a_stream_late_still_gets_it() -> None:
+    """By default gRPC cancels it after 30 s, half of what FERRORPC_STALL allows a rank that holds the interpreter lock."""
+    assert dict(options.data_server())["grpc.server_max_unrequested_time_in_server"] >= 3600
+
+
 @pytest.mark.parametrize("end", [options.data_channel, options.data_server], ids=lambda end: end.__name__)
 @pytest.mark.parametrize(
     ("lease_seconds", "expected_ms"), [(0.2, (3500, 20_000)), (12.0, (12_000, 20_000)), (1e9, (300_000, 300_000))]
