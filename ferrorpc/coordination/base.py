@@ -213,5 +213,5 @@ class Session(ABC):
 
     @abstractmethod
     def leave(self, reason: str = "") -> None:
-        """Leaves the job. A reason, such as "ValueError: ...", ends the generation for the others. Idempotent; under 1 s, or up to 10 s where
-        the coordinator can be reached but does not answer."""
+        """Leaves the job. A reason, such as "ValueError: ...", ends the generation for the others. Idempotent. Takes under
+        1 s, or up to 10 s where the coordinator can be reached but does not answer."""

@@ -45,6 +45,7 @@ UNANSWERED_HINT: Final = (
 )
 WELCOME_SECONDS: Final = 10.0
 """A stream that has had no Welcome for so long is closed and replaced: its first frames may be lost."""
+UNWELCOME_HINT: Final = "look at the coordinator's log, as its journal's disk may be stuck; or the network loses large packets"
 _CONNECTION_CODES: Final = (ErrorCode.COORDINATOR_UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.CODEC)
 """Codes of a broken connection. All others are decisions of the coordinator."""
 _log = logging.getLogger("ferrorpc.coordination")
@@ -465,9 +466,13 @@ class Connection:
                     self._stream.send(wire.ClientFrame(beat=self._listener.beat()))
                 if not self._outages.is_up and self._clock.now() >= self._opened_at + WELCOME_SECONDS:
                     unanswered = self._stream
-            if unanswered is not None:
-                unanswered.close()  # the reading thread sees the end and reconnects
-            self._heartbeat_parker.park(self._clock.now() + self._interval)
+            if unanswered is not None:  # the reading thread sees the end and reconnects
+                text = f"the coordinator at {self.address} took the call, but has sent no Welcome for {WELCOME_SECONDS:g} s"
+                unanswered.close(CoordinatorUnavailableError(text, hint=UNWELCOME_HINT))
+            due = self._clock.now() + self._interval
+            self._heartbeat_parker.park(due)
+            with self._condition.lock:  # while this process stands still, a Welcome may have come that nobody has read
+                self._opened_at += max(0.0, self._clock.now() - due)
 
 
 _kept_after_fork: list[object] = []

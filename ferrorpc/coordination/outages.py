@@ -87,4 +87,4 @@ class Outages:
         if is_refusal:
             return failure
         text = f"nobody answered at {self._address} for {seconds:.1f} s; the last attempt: {failure.message}"
-        return CoordinatorUnavailableError(text)
+        return CoordinatorUnavailableError(text, hint=failure.hint)

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from ferrorpc.coordination.channel import ChannelFactory
-from ferrorpc.errors import CoordinatorUnavailableError
+from ferrorpc.errors import CoordinatorUnavailableError, FerroError
 from ferrorpc.v1 import session_pb2 as wire
 from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
 from ferrorpc.wire.call_threads import call_threads, close_cancelled
@@ -32,6 +32,7 @@ class SessionStream:
     def __init__(self, connect: ChannelFactory) -> None:
         self._peer = f"the coordinator at {connect.address}"
         self._outgoing: queue.SimpleQueue[wire.ClientFrame | None] = queue.SimpleQueue()
+        self._why: FerroError | None = None
         self._channel = connect()
         self._stub = CoordinatorServiceStub(self._channel)
         with call_threads(self._channel, "the session"):
@@ -46,12 +47,12 @@ class SessionStream:
         """The frames that the coordinator sends, until it ends the stream.
 
         Raises:
-            FerroError: the stream ended in another way.
+            FerroError: the stream ended in another way: what `close` was given, or what gRPC tells.
         """
         try:
             yield from self._call
         except grpc.RpcError as error:
-            raise error_of(error, self._peer) from None
+            raise self._why or error_of(error, self._peer) from None
 
     def status(self, request: wire.StatusRequest, timeout: float) -> wire.StatusResponse:
         """Asks for the job's status, in a call of its own.
@@ -67,8 +68,13 @@ class SessionStream:
             raise CoordinatorUnavailableError("the connection is closed") from None
         return response
 
-    def close(self) -> None:
-        """Cancels the call and closes the channel. Idempotent; never waits for the coordinator."""
+    def close(self, why: FerroError | None = None) -> None:
+        """Cancels the call and closes the channel. Idempotent; never waits for the coordinator.
+
+        Args:
+            why: what who reads `frames` gets.
+        """
+        self._why = self._why or why
         self._outgoing.put(None)
         self._call.cancel()
         close_cancelled(self._channel, self._call)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import grpc.aio
 
-from ferrorpc.errors import UsageError
+from ferrorpc.errors import CoordinatorUnavailableError, UsageError
 
 FIRST_MESSAGE_SECONDS: Final = 10.0
 """A call whose first message is not complete after this long, on a slow link too, is ended."""
@@ -24,13 +24,18 @@ async def first_message(context: grpc.aio.ServicerContext[Any, Any], what: str) 
         what: the name of the message, for errors.
 
     Raises:
-        UsageError: it did not come in time, or the call ended before.
+        CoordinatorUnavailableError: it did not come in time. The caller, or the network to it, may have stood still: a member
+            dials again.
+        UsageError: the call ended before.
     """
     try:
         async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
             data = await context.read()
     except TimeoutError:
-        raise UsageError(f"the call sent no complete {what} within {FIRST_MESSAGE_SECONDS:.0f} s") from None
+        raise CoordinatorUnavailableError(
+            f"the call sent no complete {what} within {FIRST_MESSAGE_SECONDS:.0f} s",
+            hint="call again; the caller's process, or the network to it, stood still",
+        ) from None
     if not isinstance(data, bytes):  # the end of the call is grpc.aio.EOF
         raise UsageError(f"the call ended before its {what}")
     return data

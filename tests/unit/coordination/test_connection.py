@@ -27,7 +27,7 @@ from ferrorpc.errors import (
     UsageError,
     VersionMismatchError,
 )
-from ferrorpc.guard import SYSTEM_CLOCK, Clock
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, SystemClock
 from ferrorpc.testing import ManualClock
 from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
 from ferrorpc.wire.error_detail import detail_of
@@ -200,6 +200,40 @@ def test_a_request_that_was_interrupted_is_not_sent_again_after_an_outage(monkey
     with pytest.raises(KeyboardInterrupt):
         up.ask("an add", 1.0, StoreTimeoutError, store=A_SET)
     assert not up._requests.to_send()
+
+
+class StandingClock(SystemClock):
+    """Whoever parks wakes `late` seconds late: the process stood still. After a few times the connection ends."""
+
+    def __init__(self, late: float) -> None:
+        self.late, self.seconds, self.parked = late, 0.0, 0
+        self.end = lambda: None
+        self.now = lambda: self.seconds  # type: ignore[method-assign]
+
+    def parker(self) -> Any:
+        def park(until: float) -> bool:
+            self.seconds, self.parked = until + self.late, self.parked + 1
+            if self.parked > 3:
+                self.end()
+            return False
+
+        return SimpleNamespace(park=park, unpark=lambda: None)
+
+
+@pytest.mark.parametrize("late", [0.0, 60.0])
+def test_a_process_that_stood_still_gives_the_coordinator_its_time_for_the_welcome(
+    late: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may have come meanwhile. The end of the stream would be that of the session."""
+    clock = StandingClock(late)
+    monkeypatch.setattr(module, "WELCOME_SECONDS", 10.0 if late else 2.5)
+    waiting, closed = connection(clock), list[FerroError | None]()
+    waiting._stream = cast(Any, SimpleNamespace(close=lambda why=None: closed.append(why)))
+    clock.end = lambda: setattr(waiting, "ended_by", AuthenticationError("the test is over"))
+    waiting._keep_lease()
+    assert [str(why).partition("\n")[0] for why in closed] == (
+        [] if late else ["the coordinator at nowhere:1 took the call, but has sent no Welcome for 2.5 s"]
+    )
 
 
 def test_the_first_frame_of_each_stream_is_its_hello(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,3 +34,12 @@ def test_a_stream_that_is_closed_leaves_no_thread_and_says_that_it_is_closed() -
     with pytest.raises(CoordinatorUnavailableError, match="the connection is closed"):
         stream.status(StatusRequest(job="a"), 5.0)
     eventually(lambda: set(threading.enumerate()) <= before, "the end of its threads")
+
+
+def test_who_reads_a_stream_is_told_why_this_side_has_closed_it() -> None:
+    """gRPC would say that the call was cancelled, as if the coordinator had done that."""
+    stream = SessionStream(Nowhere())
+    stream.close(CoordinatorUnavailableError("no Welcome for 10 s"))
+    stream.close()
+    with pytest.raises(CoordinatorUnavailableError, match="no Welcome for 10 s"):
+        list(stream.frames())

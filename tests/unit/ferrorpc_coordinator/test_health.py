@@ -96,7 +96,7 @@ def test_the_refusal_of_an_unknown_service_repeats_only_the_beginning_of_its_nam
 def test_a_call_without_its_request_is_ended(monkeypatch):
     monkeypatch.setattr(first_message, "FIRST_MESSAGE_SECONDS", 0.02)
     answer, (code, details) = checked(None)
-    assert (answer, code) == (None, grpc.StatusCode.INVALID_ARGUMENT)
+    assert (answer, code) == (None, grpc.StatusCode.UNAVAILABLE)
     assert "sent no complete HealthCheckRequest" in details
 
 

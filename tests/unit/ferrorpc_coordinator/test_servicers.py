@@ -16,7 +16,7 @@ from ferrorpc_coordinator.servicers import SMALL_ANSWER_BYTES, CoordinatorServic
 from ferrorpc_coordinator.unread import ANSWERS_BYTES_MAX
 
 from benchmarks.floods import MEBIBYTE, resident_bytes
-from ferrorpc.errors import LimitExceededError
+from ferrorpc.errors import ErrorCode, LimitExceededError
 from ferrorpc.v1 import error_pb2, rendezvous_pb2, session_pb2, store_pb2
 from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.status import TRAILER
@@ -141,6 +141,7 @@ def test_a_call_without_its_first_message_is_ended(monkeypatch, unary, what):
     call = Call(silent=True)
     assert not served(call, unary=unary).callers
     assert f"sent no complete {what}" in call.error.message
+    assert call.error.code == ErrorCode.COORDINATOR_UNAVAILABLE  # a member that stood still, and dials again
 
 
 @pytest.mark.parametrize(("unary", "what"), [(False, "Hello"), (True, "UnaryStoreRequest")])
