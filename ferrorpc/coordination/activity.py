@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import get_ident
+from threading import get_ident, main_thread
 from typing import Final, TypeAlias
 
 from ferrorpc.guard import Clock
@@ -24,7 +24,8 @@ class Activity:
     """Counters of one generation, which operations update and heartbeats report.
 
     Any thread may update them, without a lock: a lost addition does no harm. The methods are cheap, because some are called for
-    every operation.
+    every operation. Only the main thread's time in operations counts: another one may wait all the time, as for a message that
+    ends the job.
 
     Attributes:
         operations: how many operations have begun.
@@ -34,9 +35,10 @@ class Activity:
     def __init__(self) -> None:
         self.operations = 0
         self.last = ""
+        self._main_thread = main_thread().ident
         self._operation_seconds = 0.0
-        self._since: dict[int, float] = {}
-        """Thread -> when it entered the operation that it is in."""
+        self._since: float | None = None
+        """When the main thread entered the operation that it is in."""
         self._reported_ms = 0
         self._steps = 0
         self._step_seconds = (0.0, 0.0, 0.0)
@@ -51,12 +53,14 @@ class Activity:
 
     def operating(self, began: float) -> None:
         """The calling thread entered an operation, or began to wait for one, at clock time `began`. `operated` ends this."""
-        self._since[get_ident()] = began
+        if get_ident() == self._main_thread:
+            self._since = began
 
     def operated(self, seconds: float) -> None:
         """The calling thread left the operation. Adds the seconds that it spent in operations or waiting for them."""
-        self._since.pop(get_ident(), None)
-        self._operation_seconds += seconds
+        if get_ident() == self._main_thread:
+            self._since = None
+            self._operation_seconds += seconds
 
     @contextmanager
     def waiting(self, clock: Clock) -> Iterator[None]:
@@ -69,11 +73,10 @@ class Activity:
             self.operated(clock.now() - began)
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
-        """Counts a training step. Its exposed seconds count as time in operations."""
+        """Counts a training step."""
         compute, exposed, hidden = self._step_seconds
         self._step_seconds = compute + compute_seconds, exposed + exposed_seconds, hidden + hidden_seconds
         self._steps += 1
-        self._operation_seconds += exposed_seconds
 
     def set_traffic_source(self, traffic: Callable[[], Traffic]) -> None:
         """Reports these links from now on."""
@@ -83,7 +86,9 @@ class Activity:
         """The next heartbeat. Time in operations includes those in progress, so a rank that hangs in one is seen to wait.
         Not every heartbeat has links, but the last one does."""
         self._beats += 1
-        seconds = self._operation_seconds + sum(now - began for began in list(self._since.values()))
+        seconds, since = self._operation_seconds, self._since
+        if since is not None:
+            seconds += now - since
         self._reported_ms = max(self._reported_ms, int(seconds * 1000))
         return session_pb2.Beat(
             step=self.operations,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, Self
 
@@ -127,14 +125,7 @@ class RemoteSession(Session):
             max_outage=config["max_outage"],
             heartbeat_interval=config["heartbeat_interval"],
         )
-        self.store = RemoteStore(self._connection, self._timeout, self._waiting_for_store)
-
-    def _waiting_for_store(self) -> AbstractContextManager[None]:
-        """A context in which this member is seen to wait. Not on a thread of its own for that: it may wait all the time, as for
-        a key that ends the job."""
-        if threading.current_thread() is not threading.main_thread():
-            return nullcontext()
-        return self.membership.activity.waiting(self.clock)
+        self.store = RemoteStore(self._connection, self._timeout, lambda: self.activity.waiting(self.clock))
 
     def join(self) -> Self:
         """Joins the job. Returns when the rendezvous is complete and `membership` is set. The timeout bounds all of it:

@@ -183,7 +183,7 @@ class Reduction:
             if name not in self._received:
                 self.put(name, None)
         wait_began, reductions = self._clock.now(), list(self._in_flight)
-        with self._reducer.steps.waiting(wait_began):
+        with self._reducer.steps.waiting(self._clock):
             self._wait_for_buckets()
         self._record(wait_began, reductions)
         totals = self._totals or [float(self._reducer.group.size)]

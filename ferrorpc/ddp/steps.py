@@ -8,8 +8,8 @@ bucket.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -19,6 +19,7 @@ import numpy as np
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import Clock
 from ferrorpc.plans.span import Span
 from ferrorpc.plans.timeline import Timeline
 from ferrorpc.telemetry import telemetry
@@ -79,16 +80,9 @@ class Steps:
         """When the last step ended; None before that."""
         return self._kept[-1].ended if self._kept else None
 
-    @contextmanager
-    def waiting(self, since: float) -> Iterator[None]:
-        """A context for the wait for the means. The coordinator is told that this rank waits since then."""
-        if self._activity is not None:
-            self._activity.operating(since)
-        try:
-            yield
-        finally:
-            if self._activity is not None:
-                self._activity.operated(0.0)
+    def waiting(self, clock: Clock) -> AbstractContextManager[None]:
+        """A context for the wait for the means. The coordinator is told that this rank waits."""
+        return nullcontext() if self._activity is None else self._activity.waiting(clock)
 
     def add(self, step: Step) -> None:
         """Adds a finished step."""

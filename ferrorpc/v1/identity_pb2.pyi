@@ -148,7 +148,7 @@ class Member(google.protobuf.message.Message):
     step_age_ms: builtins.int
     """Milliseconds since its step counter last changed."""
     operation_ms: builtins.int
-    """Total milliseconds spent in its operations, including waiting."""
+    """Total milliseconds that its main thread has spent in operations, including waiting."""
     behind_ms: builtins.int
     """In a status: milliseconds for which it has begun no operation while others wait, or are further; 0 if it keeps up."""
     @property

@@ -210,7 +210,7 @@ class Beat(google.protobuf.message.Message):
     activity: builtins.str
     generation: builtins.int
     operation_ms: builtins.int
-    """Total milliseconds spent in its operations, including waiting."""
+    """Total milliseconds that its main thread has spent in operations, including waiting."""
     @property
     def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ferrorpc.v1.identity_pb2.Link]:
         """Links on which something was sent since they were last reported; at most 32 per heartbeat, and not in every heartbeat."""

@@ -72,7 +72,7 @@ class Member:
     """When its step counter last changed."""
     activity: str = ""
     operation_ms: int = 0
-    """Total time spent in operations, including one in progress."""
+    """Total time that its main thread has spent in operations, including one in progress."""
     waits: bool | None = None
     """Whether it was in operations for most of the last watched period. None before one has ended since its step changed."""
     waits_changed: int = 0

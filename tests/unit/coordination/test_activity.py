@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 from ferrorpc.coordination.activity import LINKS_MAX, Activity
+from ferrorpc.testing import ManualClock
 
 
 def links_of(activity: Activity) -> dict[int, tuple[str, int]]:
@@ -31,10 +34,30 @@ def test_an_operation_that_is_not_over_counts_and_is_not_counted_twice() -> None
     told.append(activity.beat(1, 11.0).operation_ms)
     activity.operated(1.25)
     told.append(activity.beat(1, 20.0).operation_ms)
-    activity.operating(30.0)
-    activity.operated(0.0)  # what it waited is counted elsewhere
-    told.append(activity.beat(1, 40.0).operation_ms)
-    assert told == [500, 1000, 1250, 1250]
+    assert told == [500, 1000, 1250]
+
+
+def test_a_wait_beside_the_main_thread_does_not_make_the_rank_wait() -> None:
+    """It may wait all the time, as for a message that ends the job, while the rank computes, or hangs."""
+    activity, clock = Activity(), ManualClock()
+
+    def listen() -> None:
+        with activity.waiting(clock):
+            clock.advance(5.0)
+            told.append(activity.beat(1, clock.now()).operation_ms)
+
+    told = list[int]()
+    with activity.waiting(clock):
+        clock.advance(1.0)
+        listening = threading.Thread(target=listen, daemon=True)
+        listening.start()
+        listening.join(20.0)
+        told.append(activity.beat(1, clock.now()).operation_ms)
+    clock.advance(1.0)
+    listening = threading.Thread(target=listen, daemon=True)
+    listening.start()
+    listening.join(20.0)
+    assert told == [6000, 6000, 6000]
 
 
 def test_time_in_operations_never_goes_back() -> None:
@@ -78,13 +101,10 @@ def test_many_busy_links_take_turns() -> None:
     assert sorted(seen) == list(range(size))
 
 
-def test_training_steps_are_summed_and_their_waits_are_time_in_operations() -> None:
+def test_training_steps_are_summed() -> None:
     activity = Activity()
     assert not activity.beat(1, 0.0).HasField("training")
-    activity.operated(1.0)
     for _ in range(2):
         activity.stepped(0.5, 0.25, 0.125)
-    beat = activity.beat(1, 0.0)
-    told = beat.training
+    told = activity.beat(1, 0.0).training
     assert (told.steps, told.compute_ms, told.exposed_ms, told.hidden_ms) == (2, 1000, 500, 250)
-    assert beat.operation_ms == 1500

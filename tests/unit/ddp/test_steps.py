@@ -143,10 +143,12 @@ def test_a_thread_may_look_at_the_times_while_the_next_step_ends():
 
 
 def test_steps_and_the_wait_for_the_means_are_reported_to_the_coordinator() -> None:
-    activity = Activity()
+    activity, clock = Activity(), ManualClock(2.0)
     steps = Steps(SimpleNamespace(session=SimpleNamespace(activity=activity)))
-    with steps.waiting(since=2.0):
+    with steps.waiting(clock):
         assert activity.beat(1, 5.0).operation_ms == 3_000
+        clock.advance(4.0)
+    assert activity.beat(1, 9.0).operation_ms == 4_000
     steps.add(Step(1, 0.0, 4.0, 5.0, ((0, 1.0, 3.0),)))
     training = activity.beat(1, 5.0).training
     assert (training.steps, training.compute_ms, training.exposed_ms, training.hidden_ms) == (1, 4_000, 1_000, 2_000)
