@@ -29,10 +29,10 @@ def behind(members: Iterable[Member], reforming: Mapping[str, int], now: int) ->
     Once most ranks have waited for BEHIND_NS, in operations or for the next generation, those are behind that for as long have
     neither waited nor begun an operation. A few may always wait: who gives others work, or receives their results.
 
-    Where most are not seen to wait, as no rank is that leaves waiting to its GPU or awaits a Work, operations are counted:
-    those are behind that begin none although another is further. When no rank begins any, the others wait for those behind if
-    the ranks work in step. Ranks that do different work, such as pipeline stages, drift apart; they are behind only while
-    others advance.
+    Where most are not seen to wait, as no rank is that leaves waiting to its GPU, awaits a Work, or waits beside its main
+    thread, operations are counted: those are behind that begin none although another is further. Ranks that do different work,
+    such as pipeline stages or actors, drift apart. Those that advance do not wait for the others: nobody is behind until all
+    have stopped, and then those that had stopped BEHIND_NS before the last one.
 
     Args:
         members: those of a generation that goes on.
@@ -48,6 +48,7 @@ def behind(members: Iterable[Member], reforming: Mapping[str, int], now: int) ->
         return Behind({member.name: now - max(since, most_wait_since) for member, since in idle}, "others wait")
     steps = [member.step for member in ranked] or [0]
     if max(steps) - min(steps) > IN_STEP:
-        before -= now - max(member.step_since for member in ranked)
-    late = {member.name: now - since for member, since in idle if since < before and member.step < max(steps)}
+        stopped = max(member.step_since for member in ranked)
+        idle = [(member, stopped) for member, since in idle if since < stopped - BEHIND_NS and stopped < before]
+    late = {member.name: now - since for member, since in idle if member.step < max(steps)}
     return Behind(late, f"others are at step {max(steps)}, and perhaps wait")

@@ -97,6 +97,17 @@ def test_a_rank_that_fell_silent_is_not_taken_to_wait() -> None:
     assert behind(world) == {"b": 4}
 
 
+def test_an_actor_with_a_long_episode_is_behind_only_once_the_others_have_stopped() -> None:
+    """Whoever advances does not wait for it."""
+    world = world_at(learner=900, long=300, short=600)
+    for step in range(20):
+        world.clients["learner"].step, world.clients["short"].step = 901 + step, 601 + step
+        world.tick(SECOND)
+        assert behind(world) == {}
+    world.tick(7 * SECOND)
+    assert behind(world) == {"long": pytest.approx(7, abs=1)}
+
+
 def beat(world: World, name: str, at_ms: int, step: int, operation_ms: int) -> None:
     """Lets a beat arrive at this time."""
     world.tick(at_ms * MILLISECOND - world.now)

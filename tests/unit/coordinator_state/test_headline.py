@@ -133,7 +133,9 @@ def test_of_ranks_that_are_behind() -> None:
         ((21, 20, 21), (2.0, 2.0, 2.0), Liveness.PRESENT, None, "good"),
         ((21, 21, 21), (13.0, 13.0, 13.0), Liveness.PRESENT, None, "good"),  # all compute
         ((900, 450, 900), (13.0, 13.0, 13.0), Liveness.PRESENT, None, "good"),  # a pipeline whose stages all compute
-        ((900, 450, 900), (0.01, 13.0, 1.0), Liveness.PRESENT, 13.0, "warn"),
+        ((900, 450, 900), (0.01, 13.0, 13.0), Liveness.PRESENT, None, "good"),  # who goes on does not wait for it
+        ((900, 450, 900), (8.0, 13.0, 9.0), Liveness.PRESENT, 8.0, "warn"),  # it stopped, and then those that wait for it
+        ((900, 450, 900), (3.0, 13.0, 4.0), Liveness.PRESENT, 3.0, "good"),
         ((21, 20, 21), (13.0, 13.0, 13.0), Liveness.LEFT, None, "good"),  # nobody waits for those who said goodbye
     ],
 )
