@@ -60,6 +60,8 @@ class PointToPoint:
         sends with `async_op=True`, receives, and then waits.
 
         Raises:
+            CollectiveTimeoutError: x may not be changed yet after the timeout. The generation has ended: a part of the message
+                may have been sent.
             SelfSendError: `dst` is this rank.
             GroupClosedError: the group was closed; or rank `dst` has closed this subgroup, and so never receives that part.
         """
