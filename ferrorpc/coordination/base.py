@@ -96,11 +96,12 @@ class Store(ABC):
     @abstractmethod
     def add(self, key: str, amount: int = 1) -> int:
         """Adds to a decimal counter (absent counts as 0) and returns the sum. Exactly once, retries included. A bound key stays
-        bound, here and in `compare_set`."""
+        bound."""
 
     @abstractmethod
-    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
-        """Sets the key if it holds `expected` (None: if it is absent). Returns whether it was set."""
+    def compare_set(self, key: str, expected: bytes | None, value: bytes, *, bind: str = "job") -> bool:
+        """Sets the key if it holds `expected` (None: if it is absent). Returns whether it was set. `bind`: as in `set`, but a
+        bound key stays bound with "job"."""
 
     @abstractmethod
     def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:

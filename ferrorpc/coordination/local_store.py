@@ -121,14 +121,15 @@ class LocalStore(Store):
             self._put(key, str(total).encode(), None)
         return total
 
-    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
+    def compare_set(self, key: str, expected: bytes | None, value: bytes, *, bind: str = "job") -> bool:
         limits.check_key(key)
         value = limits.check_value(value)
+        limits.check_binding(bind)
         wanted = None if expected is None else limits.check_value(expected)
         with self._request():
             swapped = self._keyspace.values.get(key) == wanted
             if swapped:
-                self._put(key, value, None)
+                self._put(key, value, None if bind == "job" else self._owner_of(bind))
         return swapped
 
     def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:

@@ -73,13 +73,15 @@ class RemoteStore(Store):
         operation = wire.AddOperation(key=key, amount=limits.check_amount(amount))
         return self._write(f"store.add({key!r})", add=operation).number
 
-    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
+    def compare_set(self, key: str, expected: bytes | None, value: bytes, *, bind: str = "job") -> bool:
+        limits.check_binding(bind)
         limits.check_key(key)
         operation = wire.CompareSetOperation(
             key=key,
             expected=b"" if expected is None else limits.check_value(expected),
             expect_absent=expected is None,
             value=limits.check_value(value),
+            binding=wire.KEY_BINDING_UNSPECIFIED if bind == "job" else _BINDING[bind],
         )
         return self._write(f"store.compare_set({key!r})", compare_set=operation).found
 

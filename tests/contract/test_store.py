@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ferrorpc.coordination.base import Store
+from ferrorpc.coordination.base import Session, Store
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import LimitExceededError, MessageTooLargeError, StoreTimeoutError, UsageError
 from tests.integration.coordinator_process import CoordinatorProcess
@@ -25,16 +25,20 @@ def service() -> Iterator[CoordinatorProcess]:
 
 
 @pytest.fixture(params=["local", "remote"])
-def stores(request: pytest.FixtureRequest) -> Iterator[tuple[Store, Store]]:
-    """The store as two members of one job see it."""
+def sessions(request: pytest.FixtureRequest) -> Iterator[list[Session]]:
+    """Those of two members of one job."""
     if request.param == "local":
-        world = LocalWorld(2)
-        yield world.session(0).store, world.session(1).store
+        yield list(LocalWorld(2).sessions)
         return
-    job = f"store-{next(_jobs)}"
-    ours, theirs = join_all(request.getfixturevalue("service").address, 2, job=job)
-    yield ours.store, theirs.store
-    together([ours.leave, theirs.leave])
+    members = join_all(request.getfixturevalue("service").address, 2, job=f"store-{next(_jobs)}")
+    yield members
+    together([member.leave for member in members])
+
+
+@pytest.fixture
+def stores(sessions: list[Session]) -> list[Store]:
+    """The store as two members of one job see it."""
+    return [session.store for session in sessions]
 
 
 def test_a_value_set_by_one_is_read_by_the_other(stores):
@@ -119,6 +123,24 @@ def test_compare_set_swaps_only_what_was_expected(stores):
     assert theirs.compare_set("lock", b"ours", b"theirs")
     assert ours.get("lock") == b"theirs"
     assert not ours.compare_set("absent", b"", b"x")
+
+
+def test_who_was_elected_binds_the_key_and_another_may_be_when_it_has_left(sessions):
+    ours, theirs = sessions
+    assert theirs.store.compare_set("leader", None, b"theirs", bind="session")
+    assert not ours.store.compare_set("leader", None, b"ours", bind="session")
+    theirs.leave()
+    assert ours.store.compare_set("leader", None, b"ours", bind="session")
+
+
+def test_a_key_that_is_taken_over_is_bound_to_who_did_so_or_stays_bound(sessions):
+    ours, theirs = sessions
+    for key in ("changed", "taken"):
+        theirs.store.set(key, b"theirs", bind="session")
+    assert ours.store.compare_set("changed", b"theirs", b"ours")
+    assert ours.store.compare_set("taken", b"theirs", b"ours", bind="session")
+    theirs.leave()
+    assert ours.store.keys() == ["taken"]
 
 
 def test_delete_says_whether_there_was_a_key(stores):
@@ -217,4 +239,6 @@ def test_only_bytes_are_stored_and_only_known_bindings_taken(stores):
         stores[0].set("key", "text")
     with pytest.raises(UsageError):
         stores[0].set("key", b"", bind="forever")
+    with pytest.raises(UsageError):
+        stores[0].compare_set("key", None, b"", bind="forever")
     assert stores[0].keys() == []
