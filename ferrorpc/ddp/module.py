@@ -18,8 +18,9 @@ from ferrorpc.errors import UsageError
 from ferrorpc.failure import interrupts_told
 from ferrorpc.group import ProcessGroup, group_given
 
-PASSES_UNTIL_WARNED: Final = 100
-"""After so many forward passes without `sync_gradients` the call was probably forgotten."""
+PASSES_UNTIL_WARNED: Final = 32
+"""After so many forward passes in training without `sync_gradients` the call was probably forgotten. Some are usual before the
+first call, where users accumulate the gradients of several batches, also without no_sync."""
 _log = logging.getLogger("ferrorpc.ddp")
 
 
@@ -57,7 +58,8 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
     A parameter whose `.grad` is None on some ranks counts as zeros there and gets the mean on all ranks; if it is None on all
     ranks it stays None. Frozen parameters (`requires_grad` is False) are not averaged.
 
-    For torch modules, `ferrorpc.torch.DistributedDataParallel` averages while the backward pass still runs.
+    With this class `backward()` averages nothing, also for torch modules. `ferrorpc.torch.DistributedDataParallel` averages
+    while the backward pass still runs.
 
     If all parameters are on one GPU (CuPy or torch arrays) the buckets are there, and gradients must be there too.
 
@@ -123,18 +125,19 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the object. It calls the module itself if it is callable, so that the module's hooks run."""
-        self._passes += 1
-        if self._passes == PASSES_UNTIL_WARNED:
-            self._warn_if_never_averaged()
+        if self._replica.syncs and getattr(self.module, "training", True):
+            self._passes += 1
+            if self._passes == PASSES_UNTIL_WARNED:
+                self._warn_if_never_averaged()
         run: Callable[..., Any] = self.module if callable(self.module) else self.module.forward
         return run(*args, **kwargs)
 
     def _warn_if_never_averaged(self) -> None:
         """Warns if nothing was averaged yet: with torch's own wrapper `backward()` does that."""
-        if self._replica.reducer.begun == 0 and self._replica.group.size > 1 and getattr(self.module, "training", True):
+        if self._replica.reducer.begun == 0 and self._replica.group.size > 1:
             _log.warning(
-                "%d forward passes and no sync_gradients() yet, so every rank trains alone: call it before each step of the "
-                "optimizer, or use ferrorpc.torch.DistributedDataParallel, which averages during backward()",
+                "%d forward passes in training mode and no sync_gradients() yet, so every rank trains alone: call it before "
+                "each step of the optimizer, or use ferrorpc.torch.DistributedDataParallel, which averages during backward()",
                 self._passes,
             )
 

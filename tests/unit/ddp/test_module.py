@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import reduce
 
 import ml_dtypes
@@ -397,21 +398,25 @@ def test_weights_that_cannot_be_written_are_refused_by_their_name_before_any_is_
     assert run_world(2, body) == [2.0, 2.0]
 
 
-def test_passes_whose_gradients_nobody_averages_are_noticed(caplog):
-    """A script for torch's own wrapper averages nothing with this one, and would not notice."""
+@pytest.mark.parametrize(
+    ("size", "syncs", "modes", "warnings"),
+    [(2, False, "tet", 2), (2, False, "ten", 0), (2, False, "ee", 0), (2, True, "tt", 0), (1, False, "tt", 0)],
+)
+def test_passes_whose_gradients_nobody_averages_are_noticed(caplog, size, syncs, modes, warnings):
+    """A script for torch's own wrapper averages nothing with this one, and would not notice. Passes in training mode count, in
+    whatever mode the latest is; those in evaluation mode and those within no_sync do not."""
 
-    def body(group, training, syncs):
-        module = plain(0)
-        module.training = training
-        ddp = DistributedDataParallel(module, group)
+    def body(group):
+        ddp = DistributedDataParallel(plain(0), group)
         if syncs:
             ddp.sync_gradients()
-        for _ in range(2 * PASSES_UNTIL_WARNED):
-            assert ddp(1) == 1
+        for mode in modes:
+            ddp.train(mode != "e")
+            with ddp.no_sync() if mode == "n" else nullcontext():
+                for _ in range(PASSES_UNTIL_WARNED - 1):
+                    assert ddp(1) == 1
 
-    for size, training, syncs, warnings in ((2, True, False, 2), (1, True, False, 0), (2, False, False, 0), (2, True, True, 0)):
-        caplog.clear()
-        run_world(size, lambda group, training=training, syncs=syncs: body(group, training, syncs))
-        found = [record.message for record in caplog.records if "sync_gradients" in record.message]
-        assert len(found) == warnings, (size, training, syncs)
-        assert all("ferrorpc.torch.DistributedDataParallel" in message for message in found)
+    run_world(size, body)
+    found = [record.message for record in caplog.records if "sync_gradients" in record.message]
+    assert len(found) == warnings
+    assert all("ferrorpc.torch.DistributedDataParallel" in message for message in found)
