@@ -213,6 +213,8 @@ class RecvExecution(_PointToPoint):
 
     @property
     def label(self) -> str:
+        if self.awaited is not None:
+            return f"recv({self.awaited} of rank {self._peer})"
         return label_of_recv(self._peer, self._tag)
 
     def step(self) -> bool:
@@ -284,7 +286,7 @@ class RecvExecution(_PointToPoint):
 
     def explain(self) -> str:
         if self.waits_for_own_gpu:
-            return f"{self.awaited or self.label} waits for this rank's own GPU"
+            return f"{self.label} waits for this rank's own GPU"
         if self.awaited is not None:
             return self._with_reach(f"this rank waits for {self.awaited} of rank {self._peer}")
         who = f"rank {self._peer} to send to rank {self._transport.rank} with tag {self._tag}"

@@ -29,7 +29,7 @@ class Activity:
 
     Attributes:
         operations: how many operations have begun.
-        last: the last of them, or what a pipeline has computed since, as text.
+        last: the last of them, or what a pipeline has sent or computed since, as text.
     """
 
     def __init__(self) -> None:

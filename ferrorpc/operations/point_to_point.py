@@ -149,6 +149,6 @@ class PointToPoint:
         """A recv whose place in the queue is taken now; its caller waits with `take`, when it needs the array.
 
         Args:
-            awaited: what the log calls the message, where the wait for it is long; None for a recv with this tag.
+            awaited: what explanations call the message, such as where the wait for it is long; None for a recv with this tag.
         """
         return Expected(self._dispatch, peer_of(src, self._rank, self._size, "src"), tag_of(tag), awaited)

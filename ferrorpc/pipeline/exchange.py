@@ -83,6 +83,7 @@ class Exchange:
         works.append(self._group.send(message, target, tag, async_op=True, timeout=device_lanes.SEND_SECONDS))
         self._sends += [(transfer, _observed(work)) for work in works]
         _drop_complete(self._sends)
+        self.show(envelope.transfer)
 
     def receive(self, transfer: Transfer, kind: ArrayKind) -> Any:
         """Waits for the value of a transfer; its arrays are of this kind. Where they come from another GPU, only the current
@@ -105,8 +106,9 @@ class Exchange:
         self._arrivals.append((transfer, _observed(work)))
         return message.value(self._wait_to_receive(transfer, work), kind)
 
-    def computing(self, action: str) -> None:
-        """Shows this rank in an action, where its last receive, which is over, would look like one that still waits."""
+    def show(self, action: str) -> None:
+        """Shows this rank in an action, where its last receive, which is over, would look like one that still waits, and its
+        last send has a tag that says nothing."""
         if self._session is not None:
             self._session.activity.last = action
 

@@ -87,7 +87,7 @@ class Executor:
     def _run_compute(self, each: Action) -> None:
         value = None if each.kind is Kind.BACKWARD_WEIGHT else self._input(each)
         name = str(each)
-        self._exchange.computing(name)
+        self._exchange.show(name)
         start = self._clock.now()
         result = self._computed(each, value)
         if each.kind is Kind.FORWARD and each.stage == len(self._placement) - 1:

@@ -67,7 +67,18 @@ def test_whoever_is_first_says_what_every_rank_is_in_so_the_one_that_waits_for_n
     for told in run_world(4, body, seed=seed, timeout=100.0):
         assert re.search("rank 0 [^;]*, last seen in 0F1;", told)
         for rank in 1, 2, 3:
-            assert re.search(rf"rank {rank} [^;]*, last seen in recv\(from rank {rank - 1},", told)
+            last = rf"last seen in recv\({rank - 1}SEND_F[01] of rank {rank - 1}\)"
+            assert re.search(rf"rank {rank} [^;]*, {last}", told)
+
+
+def test_a_rank_is_shown_in_what_it_sent_last_by_the_name_that_the_schedule_has_for_it() -> None:
+    """Such as one that is busy elsewhere between two steps: its message's tag would tell a user nothing."""
+
+    def body(group: Any) -> str:
+        Pipeline(Layer(group.rank), group, "gpipe", 4).step(*batch(8), half_square)
+        return group.session.activity.last
+
+    assert run_world(2, body) == ["0B3", "1SEND_B3"]
 
 
 def test_outputs_that_the_next_stage_never_takes_are_a_timeout_that_names_it() -> None:
