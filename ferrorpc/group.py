@@ -56,11 +56,11 @@ class ProcessGroup(Collectives):
 
     Args:
         backend: performs the operations.
-        timeout: default timeout of an operation, in seconds.
+        timeout: default timeout of an operation, in seconds; None for the backend's.
     """
 
-    def __init__(self, backend: Backend, timeout: float = 60.0) -> None:
-        super().__init__(_backend_given(backend), seconds_of(timeout, 60.0))
+    def __init__(self, backend: Backend, timeout: float | None = None) -> None:
+        super().__init__(_backend_given(backend), seconds_of(timeout, backend.timeout))
         self._subgroups = 0
         self._is_ending = False
         """Whether a thread is just closing it, or replacing it by its successor."""

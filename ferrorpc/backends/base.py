@@ -57,6 +57,7 @@ class Backend(ABC):
         session: the session with the coordinator; None for a backend without one (no store, no reform).
         latch: trips when the generation ends, and ends it (`latch.end`).
         clock: used by every wait.
+        timeout: default timeout of an operation, in seconds, also of a group that is made without one.
         arena: the shared-memory operations of this group; None where its ranks do not share memory.
         small_messages: this group's sends and recvs that need no execution; None where it has no such.
     """
@@ -67,6 +68,7 @@ class Backend(ABC):
     group_id: int = 0
     session: Session | None = None
     clock: Clock = SYSTEM_CLOCK
+    timeout: float = 60.0
     arena: Arena | None = None
     small_messages: SmallMessages | None = None
 

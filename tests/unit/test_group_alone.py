@@ -109,6 +109,12 @@ def test_a_backend_without_a_coordinator_has_no_store_and_no_next_generation() -
         assert int(group.all_reduce(3)) == 3
 
 
+def test_a_group_has_its_backends_timeout_unless_it_is_given_one() -> None:
+    (backend,) = SimulatedBackend.create_group(1, timeout=1.5)
+    assert [ProcessGroup(backend).timeout, ProcessGroup(backend, timeout=5).timeout] == [1.5, 5.0]
+    assert ProcessGroup(queue_backends(1)[0]).timeout == 60.0
+
+
 def test_abort_without_a_coordinator_ends_this_ranks_group() -> None:
     group = ProcessGroup(queue_backends(1)[0])
     group.abort("enough")
