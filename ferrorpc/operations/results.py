@@ -127,7 +127,7 @@ class Into(Result):
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's `out`."""
         if list(specs) != self._specs:
-            raise _misfit(specs, self._specs, label)
+            raise _misfit(specs, self._specs, label, self._is_split)
         if self._passed_in is not None:
             self._passed_in.follow()
         for array, target in zip(arrays, self.targets or (), strict=True):
@@ -181,9 +181,9 @@ def into_whole(out: Any, size: int, device_arrays: bool = False) -> Into:
     return Into(out, [whole], targets, [TensorSpec(spec.dtype, part.shape) for part in targets], is_split=True)
 
 
-def _misfit(specs: Sequence[TensorSpec], outs: Sequence[TensorSpec], label: object) -> TensorMismatchError:
+def _misfit(specs: Sequence[TensorSpec], outs: Sequence[TensorSpec], label: object, is_split: bool) -> TensorMismatchError:
     found, out = next(pair for pair in zip(specs, outs, strict=True) if pair[0] != pair[1])
-    hint = "pass one that fits, or leave out= away"
-    if out == (found.dtype, (1, *found.shape)):
+    what, hint = "the part of out for it" if is_split else "out", "pass one that fits, or leave out= away"
+    if is_split and out.dtype == found.dtype:
         hint = "an array is split along axis 0 like the input; for a row of each rank pass out=list(rows)"
-    return TensorMismatchError(f"{label} gave {found}, but out is {out}", hint=hint)
+    return TensorMismatchError(f"{label} gave {found}, but {what} is {out}", hint=hint)

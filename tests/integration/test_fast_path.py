@@ -205,10 +205,10 @@ def check_against_the_general_path(world: list[ProcessGroup], case: Case) -> Non
 def test_an_error_of_out_names_the_operation_with_its_number(world: list[ProcessGroup]) -> None:
     def body(group: ProcessGroup) -> None:
         group.barrier()
-        for number, out in ((2, np.zeros(5 * group.size)), (3, [np.zeros(5) for _ in range(group.size)])):
-            with pytest.raises(
-                TensorMismatchError, match=rf"^all_gather\(float32\) #{number} gave float32\[5\], but out is float64\[5\]"
-            ):
+        whole, parts = np.zeros(5 * group.size), [np.zeros(5) for _ in range(group.size)]
+        for number, out, name in ((2, whole, "the part of out for it"), (3, parts, "out")):
+            message = rf"^all_gather\(float32\) #{number} gave float32\[5\], but {name} is float64\[5\]"
+            with pytest.raises(TensorMismatchError, match=message):
                 group.all_gather(line(group), out=out)
 
     run_groups(world, body)

@@ -91,6 +91,25 @@ def test_results_land_in_arrays_that_are_strided() -> None:
         assert columns == [1.0, 1.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("out", "message", "hint"),
+    [
+        (np.zeros((3, 4)), "the part of out for it is float64[2,4]", "pass out=list(rows)"),
+        (np.zeros((2, 4)), "the part of out for it is float64[1,4]", "pass out=list(rows)"),
+        (np.zeros(8, np.float32), "the part of out for it is float32[4]", "pass one that fits"),
+        ([np.zeros((1, 4)), np.zeros((1, 4))], "out is float64[1,4]", "pass one that fits"),
+    ],
+    ids=["rows", "a row for each", "dtype", "list"],
+)
+def test_a_part_of_a_single_array_that_does_not_fit_is_not_taken_for_the_array(out: Any, message: str, hint: str) -> None:
+    pieces = [np.ones(4)] * 2
+    result, specs = GIVEN.list_result(out, NUMPY, 2, []), [GIVEN.view(piece).spec for piece in pieces]
+    with pytest.raises(TensorMismatchError) as raised:
+        result.give(pieces, specs, "it")
+    assert raised.value.message == f"it gave float64[4], but {message}"
+    assert hint in raised.value.hint
+
+
 def test_a_group_of_one_gives_back_arrays_of_their_own() -> None:
     def body(group: ProcessGroup) -> None:
         x = np.ones(4)
