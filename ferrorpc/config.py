@@ -372,5 +372,8 @@ def _resolve(setting: Setting, given: Mapping[str, Any], environment: Mapping[st
             raise ConfigError(f"{setting.name}={raw!r}: {error}", hint="give it in this form") from None
         raise ConfigError(f"{setting.variable}={raw!r}: {error}") from None
     if setting.choices and value not in setting.choices:
-        raise ConfigError(f"{setting.name}={value!r} (from {source}) is not one of {', '.join(setting.choices)}")
+        raise ConfigError(
+            f"{setting.name}={value!r} (from {source}) is not one of {', '.join(setting.choices)}",
+            hint="give one of these, or leave it out" if source == "argument" else None,
+        )
     return Value(value, source, text)

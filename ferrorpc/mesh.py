@@ -62,7 +62,8 @@ class Mesh:
         """The coordinates of a rank of the whole group. Raises UsageError if there is no such rank."""
         number = integer_of(rank)
         if not 0 <= number < len(self._coordinates):
-            raise UsageError(f"there is no rank {rank!r} in a mesh of {len(self._coordinates)}")
+            count = len(self._coordinates)
+            raise UsageError(f"there is no rank {rank!r} in a mesh of {count}", hint=f"ranks go from 0 to {count - 1}")
         return dict(zip(self._sizes, self._coordinates[number], strict=True))
 
     def __getitem__(self, name: str) -> ProcessGroup:
@@ -85,11 +86,12 @@ class Mesh:
 
 def _check(sizes: Mapping[Any, Any], count: int) -> None:
     """Raises UsageError unless the sizes are those of a grid of `count` ranks."""
+    hint = "give names and sizes, such as {'data': 2, 'stage': 4}"
     if not isinstance(sizes, Mapping):
-        raise UsageError(f"dimensions={sizes!r} of a mesh: give a dict of names and sizes, such as {{'data': 2, 'stage': 4}}")
+        raise UsageError(f"dimensions={sizes!r} of a mesh is no dict", hint=hint)
     for name, size in sizes.items():
         if not isinstance(name, str) or integer_of(size) < 1:
-            raise UsageError(f"dimension {name!r} of {size!r} ranks: names are text, sizes integers of at least 1")
+            raise UsageError(f"dimension {name!r} of {size!r} ranks: names are text, sizes integers of at least 1", hint=hint)
     if math.prod(sizes.values()) != count:
         raise UsageError(
             f"a mesh {dict(sizes)} has {math.prod(sizes.values())} ranks, but the group has {count}",

@@ -201,7 +201,9 @@ def _kubeflow(environment: Environment) -> LaunchInfo | None:
     local = 0 if local is None and each == 1 else local
     rank = None if node is None or local is None else node * each + local
     if rank is not None and rank >= nodes * each:
-        raise ConfigError(f"PET_NODE_RANK={node} is not below PET_NNODES={nodes}")
+        raise ConfigError(
+            f"PET_NODE_RANK={node} is not below PET_NNODES={nodes}", hint=f"number the nodes from 0 to {nodes - 1}"
+        )
     return LaunchInfo(
         "PET_NNODES and PET_NPROC_PER_NODE",
         (nodes * each, nodes * each),

@@ -126,7 +126,10 @@ def _lower(name: str, ranks: list[_Rank], steps: StepSimulation) -> None:
         moved = [rank.advance(steps, in_transit) for rank in waiting]
         waiting = [rank for rank in waiting if rank.at < len(rank.plan.actions)]
         if waiting and not any(moved):
-            raise UsageError(f"{name} never ends: {len(waiting)} ranks wait for messages that nobody sends")
+            raise UsageError(
+                f"{name} never ends: {len(waiting)} ranks wait for messages that nobody sends",
+                hint="see what `ferrorpc.collectives.algorithms.validate.findings` says of its plans",
+            )
 
 
 class _Chunk(NamedTuple):

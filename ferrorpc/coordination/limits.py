@@ -91,7 +91,8 @@ def check_participants(ranks: Iterable[int] | None, own: int, size: int) -> tupl
 def check_binding(bind: str) -> None:
     """Refuses an unknown binding."""
     if bind not in BINDINGS:
-        raise UsageError(f"bind={bind!r} is not one of {', '.join(BINDINGS)}")
+        hint = "leave it out, unless the key is to be deleted when this session or this generation ends"
+        raise UsageError(f"bind={bind!r} is not one of {', '.join(BINDINGS)}", hint=hint)
 
 
 def _bytes_of(value: bytes, what: str) -> bytes:

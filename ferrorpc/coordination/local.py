@@ -406,7 +406,10 @@ class LocalSession(Session):
         found = generation.exchanges.setdefault(key, exchange)
         if found.ranks != exchange.ranks:
             mine, theirs = list(exchange.ranks), list(found.ranks)
-            conflict = UsageError(f"{found.label}: rank {self.rank} names the participants {mine}, others {theirs}")
+            conflict = UsageError(
+                f"{found.label}: rank {self.rank} names the participants {mine}, others {theirs}",
+                hint="every participant must name the same ranks",
+            )
             found.outcome = found.outcome or conflict
             self._condition.notify_all()
             raise conflict

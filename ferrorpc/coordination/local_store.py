@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.condition import Condition
-from ferrorpc.errors import StoreTimeoutError, UsageError, require
+from ferrorpc.errors import StoreTimeoutError, require
 from ferrorpc.guard import seconds_of
-from ferrorpc.wire.limits import KEYS_MAX, STORE_BYTES_MAX, VALID_COUNTER
+from ferrorpc.wire.limits import KEYS_MAX, STORE_BYTES_MAX, sum_of
 
 Owner = tuple[str, int]
 """What a key is bound to: ("job", 0), ("session", number) or ("generation", number)."""
@@ -112,12 +112,7 @@ class LocalStore(Store):
         limits.check_key(key)
         amount = limits.check_amount(amount)
         with self._request():
-            text = self._keyspace.values.get(key, b"0")
-            if not VALID_COUNTER.fullmatch(text):
-                raise UsageError(f"key {key!r} holds {text[:40]!r}, which is no decimal integer")
-            total = int(text) + amount
-            if not -(1 << 63) <= total < 1 << 63:
-                raise UsageError(f"key {key!r} would hold {total}, which does not fit into 64 bits")
+            total = sum_of(key, self._keyspace.values.get(key, b"0"), amount)
             self._put(key, str(total).encode(), None)
         return total
 

@@ -28,7 +28,7 @@ class Kill:
 
     def __post_init__(self) -> None:
         if self.at_seconds is None and self.at_operation is None:
-            raise ConfigError("a Kill needs at_seconds or at_operation")
+            raise ConfigError("a Kill needs at_seconds or at_operation", hint="give one of them, such as Kill(at_seconds=2.5)")
         if self.at_seconds is not None:
             _check_seconds(self.at_seconds, "at_seconds")
         if self.at_operation is not None and integer_of(self.at_operation) < 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from ferrorpc.errors import UsageError
+
 SESSION_PROTOCOL_VERSION: Final = 1
 """Of a member's session with its coordinator."""
 LEASE_SECONDS_MAX: Final = 300
@@ -25,5 +27,23 @@ WRITES_MAX: Final = 128
 NCCL_ID_BYTES: Final = 128
 RANKS_PER_NCCL_ID: Final = 128
 VALID_KEY: Final = re.compile(r"[!-~]+")
-VALID_COUNTER: Final = re.compile(rb"-?[0-9]{1,20}")
-"""A value of the store that can be added to."""
+_COUNTER: Final = re.compile(rb"-?[0-9]{1,20}")
+
+
+def sum_of(key: str, value: bytes, amount: int) -> int:
+    """What a key of the store holds once an amount is added to its value.
+
+    Raises:
+        UsageError: the value is no decimal number, or the sum does not fit into 64 bits.
+    """
+    if not _COUNTER.fullmatch(value):
+        raise UsageError(
+            f"key {key!r} holds {value[:32]!r}, which is no decimal number to add to",
+            hint="set it to digits first, such as b'0', or count in another key",
+        )
+    total = int(value) + amount
+    if not -(1 << 63) <= total < 1 << 63:
+        raise UsageError(
+            f"key {key!r} would hold {total}, which does not fit into 64 bits", hint="set it to b'0' to count anew"
+        )
+    return total

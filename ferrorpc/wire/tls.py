@@ -59,7 +59,10 @@ class TlsFiles:
         """
         authority, certificate, key = (config[name] for name in ("tls_ca", "tls_cert", "tls_key"))
         if (certificate is None) != (key is None):
-            raise ConfigError("FERRORPC_TLS_CERT and FERRORPC_TLS_KEY belong together; only one of them is given")
+            raise ConfigError(
+                "FERRORPC_TLS_CERT and FERRORPC_TLS_KEY belong together; only one of them is given",
+                hint="give both or neither; `ferrorpc certs init` makes both",
+            )
         return None if authority is None and certificate is None else cls(authority, certificate, key)
 
     @property
@@ -237,7 +240,10 @@ class _Reloaded(Generic[Made]):
             if found is not None:
                 break
         else:
-            raise ConfigError(f"{files.certificate}, its key and the authority change faster than they can be read")
+            raise ConfigError(
+                f"{files.certificate}, its key and the authority change faster than they can be read",
+                hint="start again once they are written",
+            )
         self._stamps, self.made = found
 
     def renewed(self) -> Made | None:

@@ -172,7 +172,10 @@ def _announce(announcement: Announcement, forgets: bool) -> None:
 def _tls(config: Config) -> TlsFiles | None:
     tls = TlsFiles.of(config)
     if tls is not None and tls.certificate is None:
-        raise ConfigError("a certificate authority without FERRORPC_TLS_CERT and FERRORPC_TLS_KEY protects nothing")
+        raise ConfigError(
+            "a certificate authority without FERRORPC_TLS_CERT and FERRORPC_TLS_KEY protects nothing",
+            hint="give all three; `ferrorpc certs init` makes them",
+        )
     return tls
 
 

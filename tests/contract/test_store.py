@@ -88,7 +88,7 @@ def test_add_counts_from_zero_and_returns_the_sum(stores):
 
 def test_add_to_what_is_no_number_is_refused_and_changes_nothing(stores):
     stores[0].set("text", b"hello")
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=r"'text' holds b'hello'(.|\n)*try: set it to digits first"):
         stores[1].add("text")
     assert stores[0].get("text") == b"hello"
 
@@ -97,7 +97,7 @@ def test_a_sum_that_no_64_bits_hold_is_refused_and_changes_nothing(stores):
     ours, theirs = stores
     most = (1 << 63) - 1
     assert ours.add("n", most) == most
-    with pytest.raises(UsageError, match="64 bits"):
+    with pytest.raises(UsageError, match=r"64 bits(.|\n)*try: set it to b'0'"):
         theirs.add("n")
     assert theirs.add("n", -most) == 0
 
@@ -237,7 +237,7 @@ def test_a_timeout_may_be_endless_but_is_a_number_from_0(stores):
 def test_only_bytes_are_stored_and_only_known_bindings_taken(stores):
     with pytest.raises(UsageError):
         stores[0].set("key", "text")
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=r"'forever' is not one of job, (.|\n)*try: leave it out"):
         stores[0].set("key", b"", bind="forever")
     with pytest.raises(UsageError):
         stores[0].compare_set("key", None, b"", bind="forever")

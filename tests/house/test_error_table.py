@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 
 import pytest
@@ -10,6 +11,7 @@ from ferrorpc import errors
 from ferrorpc.errors import ErrorCode, FerroError, type_of
 from ferrorpc.v1 import error_pb2
 from ferrorpc.wire import error_detail
+from tests.house.tree import ROOT, name_of, package_files, syntax_of
 
 PREFIX = "ERROR_CODE_"
 
@@ -38,6 +40,20 @@ def test_a_class_is_called_as_its_code_and_says_what_to_try(cls: type[FerroError
         assert cls.default_hint != FerroError.default_hint
     assert cls.default_hint == cls.default_hint.strip().rstrip(".")
     assert inspect.getdoc(cls)
+
+
+def test_every_wrong_call_of_the_library_is_told_what_to_do_in_its_place() -> None:
+    """The class's own hint, to see the docstring, tells a user little."""
+    library = (path for path in package_files() if (ROOT / "ferrorpc") in path.parents)
+    calls = ((path, node) for path in library for node in ast.walk(syntax_of(path)) if isinstance(node, ast.Call))
+    without = [
+        f"{name_of(path)}:{call.lineno}"
+        for path, call in calls
+        if isinstance(call.func, ast.Name)
+        and call.func.id == "UsageError"
+        and "hint" not in {each.arg for each in call.keywords}
+    ]
+    assert without == []
 
 
 FIELDS = {

@@ -55,7 +55,7 @@ def test_a_dimension_of_one_is_a_group_of_one():
         ({"dp": 2, "pp": True}, "integers of at least 1"),
         ({2: 2}, "names are text"),
         ({}, "has 1 ranks, but the group has 2"),
-        ([("dp", 2)], "give a dict of names and sizes"),
+        ([("dp", 2)], r"is no dict\ntry: give names and sizes"),
     ],
 )
 def test_a_mesh_that_is_no_grid_of_the_ranks_is_refused(dimensions, message: str):

@@ -190,7 +190,7 @@ class Send(Task):
 
     def __init__(self, runner: Runner, case: Case, memory: str, *, answer_each: bool) -> None:
         if runner.size != 2:
-            raise UsageError(f"{case.operation} is between 2 ranks, and there are {runner.size}")
+            raise UsageError(f"{case.operation} is between 2 ranks, and there are {runner.size}", hint="measure it on 2 ranks")
         self._runner = runner
         self._array = runner.array(case.count, case.dtype, memory)
         self._received = self._array
@@ -241,7 +241,8 @@ def make(runner: Runner, case: Case, memory: str, wire: str | None) -> Task:
         return Exchange(runner, case, memory)
     if case.operation in (SEND, ROUND_TRIP):
         return Send(runner, case, memory, answer_each=case.operation == ROUND_TRIP)
-    raise UsageError(f"there is no operation {case.operation!r} to measure")
+    operations = ", ".join((BARRIER, ALL_REDUCE, *EXCHANGES, SEND, ROUND_TRIP))
+    raise UsageError(f"there is no operation {case.operation!r} to measure", hint=f"use one of: {operations}")
 
 
 def _rounding(ranks: int) -> float:

@@ -137,7 +137,7 @@ def formulas(calls: Sequence[Call], plans: Sequence[Plan]) -> list[list[list[tup
     try:
         _advance_all(ranks)
     except _Unsound as problem:
-        raise UsageError(str(problem)) from None
+        raise UsageError(str(problem), hint="see what `findings` says of these plans") from None
     strips = [[rank.strips.get((Buffer.OUT, item), SymbolicArray()) for item in range(rank.plan.out_items)] for rank in ranks]
     return [
         [[(count, term.text if term else "") for count, _, term in strip.cut(0, len(strip))] for strip in results]

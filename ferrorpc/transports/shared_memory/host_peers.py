@@ -85,7 +85,9 @@ class HostPeers:
             UsageError: this rank has no host peers.
         """
         if self._segment is None:
-            raise UsageError(f"rank {self.rank} shares no memory: {self.separation_reason}")
+            raise UsageError(
+                f"rank {self.rank} shares no memory: {self.separation_reason}", hint="use it where links is not empty"
+            )
         return self._segment
 
     def memory(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

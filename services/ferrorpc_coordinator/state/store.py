@@ -16,7 +16,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.v1 import store_pb2
 from ferrorpc.wire.error_detail import detail_of
-from ferrorpc.wire.limits import VALID_COUNTER, VALID_KEY
+from ferrorpc.wire.limits import VALID_KEY, sum_of
 from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generations
 from ferrorpc_coordinator.state.keyspace import Entry, Keyspace
@@ -162,12 +162,7 @@ class Store:
 
     def _add(self, requester: Requester, operation: store_pb2.AddOperation) -> store_pb2.StoreResponse:
         entry = self.keyspace.get(self._valid_key(operation.key))
-        before = b"0" if entry is None else entry.value
-        if not VALID_COUNTER.fullmatch(before):
-            raise UsageError(f"key {operation.key!r} holds {before[:32]!r}, which is no decimal number to add to")
-        total = int(before) + operation.amount
-        if not -(1 << 63) <= total < 1 << 63:
-            raise UsageError(f"key {operation.key!r} would hold {total}, which does not fit into 64 bits")
+        total = sum_of(operation.key, b"0" if entry is None else entry.value, operation.amount)
         written = self._write(requester, operation.key, str(total).encode(), operation.binding, entry)
         return store_pb2.StoreResponse(found=True, number=total, revision=written.revision)
 

@@ -126,6 +126,8 @@ def test_a_backend_that_nobody_registered_is_refused_before_a_job_is_joined(monk
         ConfigError, match=r"backend='gloo' \(from argument\) is not one of auto, grpc, simulated, nccl, hybrid"
     ):
         ferrorpc.init_process_group("gloo", coordinator="nowhere.invalid:1")
+    with pytest.raises(ConfigError, match=r"transport='shm' \(from argument\) is not one of (.|\n)*try: give one of these"):
+        ferrorpc.init_process_group(transport="shm", coordinator="nowhere.invalid:1")
     monkeypatch.setenv("FERRORPC_BACKEND", "mpi")
     with pytest.raises(ConfigError, match=r"backend='mpi' \(from FERRORPC_BACKEND\) is not one of auto"):
         ferrorpc.init_process_group(coordinator="nowhere.invalid:1")

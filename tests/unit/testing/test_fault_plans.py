@@ -177,7 +177,7 @@ def test_delays_that_are_no_range_of_seconds_are_refused(delay) -> None:
 
 
 def test_faults_that_could_never_happen_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at_seconds or at_operation"):
+    with pytest.raises(ConfigError, match=r"at_seconds or at_operation\ntry: .*Kill\(at_seconds=2\.5\)"):
         Kill()
     for operation in (0, -1, 1.5, "3", True):
         with pytest.raises(ConfigError, match="counted from 1"):
