@@ -31,13 +31,13 @@ makes an error of the same class from them. Ranks are world ranks.
 from __future__ import annotations
 
 import copyreg
+import sys
 from collections.abc import Iterable, Mapping
 from enum import IntEnum, unique
 from operator import index
-from types import FrameType
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
-_PACKAGE: Final = __name__.partition(".")[0]
+from ferrorpc.tracebacks import shortened
 
 
 @unique
@@ -147,6 +147,12 @@ class FerroError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]  # what object's own returns
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and Jupyter show of this error: they look for this method, and call no sys.excepthook."""
+        shell = sys.modules["IPython"].get_ipython()
+        with shortened(self, FerroError):
+            return list(shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__))
 
     @property
     def group_rank(self) -> int | None:
@@ -426,11 +432,6 @@ def _list(value: Any) -> list[Any]:
 def _integers(value: Any) -> list[int]:
     """The integers in a field that is a list."""
     return [rank for rank in map(_integer, _list(value)) if rank is not None]
-
-
-def is_own_frame(frame: FrameType) -> bool:
-    """Whether a frame of a traceback is of this library's code, and not of its callers' or of another library."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
 
 
 type_of[ErrorCode.INTERNAL] = FerroError

@@ -20,10 +20,11 @@ import numpy as np
 from ferrorpc.arrays.event import translated
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
-from ferrorpc.errors import BackendUnavailableError, FerroError, LimitExceededError, UsageError, is_own_frame
+from ferrorpc.errors import BackendUnavailableError, FerroError, LimitExceededError, UsageError
 from ferrorpc.generation_errors import ended_by, reason_of
 from ferrorpc.guard import FOREVER, Guard, Parker
 from ferrorpc.logs import tell
+from ferrorpc.tracebacks import is_own_frame
 from ferrorpc.work import Work
 
 PROBE_SECONDS: Final = 0.25

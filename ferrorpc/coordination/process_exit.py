@@ -13,17 +13,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Final, Protocol
 
-from ferrorpc.errors import FerroError, UsageError, is_own_frame
+from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.exit_codes import exit_code_of
 from ferrorpc.generation_errors import SPAWN_HINT, reason_of
+from ferrorpc.tracebacks import shortened
 
 LEAVE_ALL_SECONDS: Final = 2.0
-_PACKAGE: Final = __name__.partition(".")[0]
 
 _log = logging.getLogger("ferrorpc.coordination")
 
@@ -130,51 +130,8 @@ def _is_at_prompt() -> bool:
 def _show(hook: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Passes an exception to the previous hook. Errors of this library, those that led to it included, are shown without the
     library's own frames."""
-    shortened = []
-    for each in () if logging.getLogger(_PACKAGE).isEnabledFor(logging.DEBUG) else _with_what_led_to(error):
-        whole = each.__traceback__
-        if isinstance(each, FerroError) and _shorten(each):
-            shortened.append((each, whole))
-    hook(kind, error, error.__traceback__ if shortened else trace)
-    for each, whole in shortened:
-        each.__traceback__ = whole
-
-
-def _with_what_led_to(error: BaseException) -> Iterable[BaseException]:
-    """The exception, and all others that are shown with it, each once."""
-    found: dict[int, BaseException] = {}
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in found:
-            found[id(each)] = each
-            waiting.append(each.__cause__ if each.__suppress_context__ else each.__context__)
-            waiting.extend(each.exceptions if isinstance(each, BaseExceptionGroup) else ())
-    return found.values()
-
-
-def _shorten(error: FerroError) -> bool:
-    """Leaves the library's own frames out of a traceback, with a note of how many. Returns whether there were any."""
-    shown, left_out = _callers_part(error.__traceback__)
-    if left_out:
-        calls, are, them = ("1 call", "is", "it") if left_out == 1 else (f"{left_out} calls", "are", "them")
-        error.add_note(f"({calls} within {_PACKAGE} {are} left out above; FERRORPC_LOG_LEVEL=DEBUG shows {them})")
-        error.__traceback__ = shown
-    return left_out > 0
-
-
-def _callers_part(trace: TracebackType | None) -> tuple[TracebackType | None, int]:
-    """A traceback up to its last frame outside this library (the whole if there is none), and how many frames that drops."""
-    entries = []
-    while trace is not None:
-        entries.append(trace)
-        trace = trace.tb_next
-    others = [number for number, entry in enumerate(entries, 1) if not is_own_frame(entry.tb_frame)]
-    kept = others[-1] if others else len(entries)
-    part = None
-    for entry in reversed(entries[:kept]):
-        part = TracebackType(part, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return part, len(entries) - kept
+    with shortened(error, FerroError) as is_shorter:
+        hook(kind, error, error.__traceback__ if is_shorter else trace)
 
 
 def register(session: MemberSession) -> None:

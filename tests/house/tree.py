@@ -11,7 +11,7 @@ PACKAGES = (ROOT / "ferrorpc", ROOT / "services" / "ferrorpc_coordinator")
 GENERATED = ROOT / "ferrorpc" / "v1"
 COORDINATOR_MAY_IMPORT = {
     *("wire", "v1", "guard", "logs", "config", "types", "versions"),
-    *("errors", "exit_codes", "generation_errors"),
+    *("errors", "exit_codes", "generation_errors", "tracebacks"),
 }
 """Modules and packages of ferrorpc that the coordinator imports."""
 
