@@ -128,9 +128,9 @@ def _is_at_prompt() -> bool:
 
 
 def _show(hook: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Passes an exception to the previous hook. Errors of this library, those that led to it included, are shown without the
-    library's own frames."""
-    with shortened(error, FerroError) as is_shorter:
+    """Passes an exception to the previous hook. Errors of this library and Ctrl-C, those that led to it included, are shown
+    without the library's own frames."""
+    with shortened(error, FerroError, KeyboardInterrupt) as is_shorter:
         hook(kind, error, error.__traceback__ if is_shorter else trace)
 
 

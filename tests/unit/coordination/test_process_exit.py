@@ -134,6 +134,12 @@ except PeerLostError:
 """
 
 
+INTERRUPTED = """
+latch.cause.again = KeyboardInterrupt
+latch.check()
+"""
+
+
 IN_A_THREAD = """
 import threading
 thread = threading.Thread(target=lambda: latch.check())
@@ -154,11 +160,13 @@ thread.join()
         ("WARNING", AFTER_A_LOSS.format("raise KeyError('state') from ValueError('no state')"), ["<string>"], 0),
         ("WARNING", AFTER_A_LOSS.format("raise ExceptionGroup('all', [sys.exception()])"), ["<string>"] * 3, 2),
         ("DEBUG", AFTER_A_LOSS.format("1 / 0"), ["<string>", "guard.py", "<string>"], 0),
+        ("WARNING", INTERRUPTED, ["<string>"], 1),
+        ("DEBUG", INTERRUPTED, ["<string>", "guard.py"], 0),
         ("WARNING", IN_A_THREAD, ["threading.py", "threading.py", "<string>"], 1),
         ("DEBUG", IN_A_THREAD, ["threading.py", "threading.py", "<string>", "guard.py"], 0),
     ],
 )
-def test_an_error_of_the_library_is_shown_without_the_librarys_own_lines(level, raised, shown, shortened):
+def test_an_error_of_the_library_and_ctrl_c_in_it_are_shown_without_the_librarys_own_lines(level, raised, shown, shortened):
     code = f"""
 import logging
 import ferrorpc.config
