@@ -245,6 +245,69 @@ def test_the_headline_and_who_is_behind_are_the_coordinators_and_whoever_is_miss
     assert late == [0, 13_000, 9_000]
 
 
+DRAWN = """(async () => {
+  const { tiles, colour } = await import("/draw.js");
+  const { SEVERITY } = await import("/model.js");
+  const states = Object.keys(SEVERITY);
+  document.body.className = "";
+  document.body.innerHTML = '<main class="card"><canvas></canvas><p></p><p class="timeline"></p></main>';
+  const [canvas, badges, line] = document.querySelectorAll("canvas, p");
+  const context = canvas.getContext("2d");
+  const at = (x, y) => [...context.getImageData(x, y, 1, 1).data];
+  const inks = [];
+  context.fillText = (text) => inks.push(context.fillStyle);
+  tiles(canvas, states.map((state, i) => ({ state, rank: i, lateMs: i === 0 ? 9000 : 0 })));
+  const ring = [0, 3, 17, 30, 33, 34].map((y) => at(17, y));
+  context.globalCompositeOperation = "destination-over";
+  context.fillStyle = colour("card");
+  context.fillRect(0, 0, 999, 99);
+  const texts = states.map((state, i) => [`tile of ${state}`, inks[i], `rgb(${at(17 + 37 * i, 17).slice(0, 3).join()})`]);
+  for (const name of [...states.map((state) => `badge ${state}`), "", "ended"]) {
+    const span = Object.assign(document.createElement("span"), { className: name });
+    (name.startsWith("badge") ? badges : line).append(span);
+    const { color, backgroundColor } = getComputedStyle(span);
+    texts.push([name || "generation", color, backgroundColor]);
+  }
+  return { ring, texts };
+})()"""
+"""A tile of each state, the first of a rank that is behind: its pixels downwards, and which ink is on which colour."""
+
+
+def drawn(browser, process):
+    browser.open(f"http://{process.http_address}/")
+    browser.until("document.readyState === 'complete' && location.protocol === 'http:'")
+    return browser.evaluate(DRAWN)
+
+
+def luminance(colour):
+    """WCAG's relative luminance of "#rrggbb" or "rgb(r, g, b)"."""
+    parts = bytes.fromhex(colour[1:]) if colour.startswith("#") else map(int, re.findall(r"\d+", colour))
+    linear = [part / 255 / 12.92 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_stands_on_the_colour_of_a_state_is_easy_to_read(browser, process, scheme):
+    """A contrast of 4.5, as WCAG AA asks."""
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    try:
+        texts = drawn(browser, process)["texts"]
+    finally:
+        browser.call("Emulation.setEmulatedMedia", features=[])
+    contrasts = {}
+    for name, *colours in texts:
+        darker, lighter = sorted(map(luminance, colours))
+        contrasts[name] = round((lighter + 0.05) / (darker + 0.05), 2)
+    assert len(contrasts) == 2 * 7 + 2
+    assert {name: contrast for name, contrast in contrasts.items() if contrast < 4.5} == {}
+
+
+def test_the_ring_around_a_rank_that_is_behind_lies_within_its_tile(browser, process):
+    above, upper, middle, lower, below, outside = drawn(browser, process)["ring"]
+    assert above == upper == lower == below != middle
+    assert outside == [0, 0, 0, 0]
+
+
 def test_a_coordinator_without_a_job_says_so(browser, process):
     with coordinator("--http-port", "0") as idle:
         browser.open(f"http://{idle.http_address}/")

@@ -44,12 +44,16 @@ export function tiles(canvas, members) {
     context.fill();
     context.globalAlpha = 1;
     if (member.lateMs) {
+      context.save();
+      context.clip(); // to the inner half of the stroke, which would else cross the canvas's edge
       context.strokeStyle = colours.late ||= colour("stalled");
-      context.lineWidth = Math.min(4, size / 4);
+      context.lineWidth = 2 * Math.min(4, size / 4);
       context.stroke();
+      context.restore();
     }
     if (size >= 22) {
-      context.fillStyle = "#fff";
+      const ink = member.state === "left" ? "ink" : "on"; // a faint tile is nearly of the page's colour
+      context.fillStyle = colours[ink] ||= colour(ink);
       context.fillText(member.rank >= 0 ? member.rank : "+", x + size / 2, y + size / 2 + 1);
     }
   });
