@@ -56,6 +56,16 @@ class LaunchInfo:
     run_id: str = ""
     launcher_variable: str = ""
 
+    def __str__(self) -> str:
+        """In words, for the log."""
+        if self.source == NO_LAUNCHER:
+            return "a world of one: no launcher's variables are set"
+        sizes = " to ".join(map(str, sorted(set(self.world))))
+        if self.pinned_rank is not None:
+            return f"rank {self.pinned_rank} of {sizes}, from {self.source}"
+        wish = "" if self.hinted_rank is None else f", rank {self.hinted_rank} if it is free"
+        return f"a world of {sizes}{wish}, from {self.source}"
+
     @property
     def one_node(self) -> bool:
         """Whether all processes are known to run on one node."""

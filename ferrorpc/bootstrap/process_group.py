@@ -113,7 +113,7 @@ def init_process_group(
     _check_backend(config)
     asked = parse_algorithms(config["algorithm"] or (), config.source("algorithm"))
     launch = detect_launch(os.environ, config)
-    _log.info("rank and world taken from %s: %s", launch.source, launch)
+    _log.info("%s", launch)
     _warn_if_spawned(launch)
     session, server = _session(config, launch)
     _open[:] = [session]

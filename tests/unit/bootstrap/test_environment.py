@@ -122,6 +122,24 @@ def test_each_launcher_is_understood(environment, expected):
     assert launch_of(environment) == expected
 
 
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "a world of one: no launcher's variables are set"),
+        (TORCHRUN, "rank 5 of 8, from RANK and WORLD_SIZE"),
+        (TORCHRUN | {"FERRORPC_WORLD_SIZE": "8"}, "rank 5 of 8, from FERRORPC_WORLD_SIZE, RANK and WORLD_SIZE"),
+        (TORCHRUN | {"FERRORPC_RANK_HINT": "0"}, "rank 5 of 8, from RANK and WORLD_SIZE"),
+        ({"FERRORPC_WORLD_SIZE": "4"}, "a world of 4, from FERRORPC_WORLD_SIZE"),
+        (
+            {"FERRORPC_WORLD_SIZE": "2:4", "FERRORPC_RANK_HINT": "0"},
+            "a world of 2 to 4, rank 0 if it is free, from FERRORPC_WORLD_SIZE",
+        ),
+    ],
+)
+def test_the_log_says_in_words_how_a_process_was_launched(environment, words):
+    assert str(launch_of(environment)) == words
+
+
 def test_the_first_that_speaks_wins():
     order = [{"FERRORPC_WORLD_SIZE": "8"}, TORCHRUN, PET, SLURM, OMPI, PMI]
     for first in range(1, len(order)):
