@@ -1,4 +1,4 @@
-"""Tracebacks that end at the caller's line: this library's own frames at their end are left out where its errors are shown."""
+"""Tracebacks of the caller's lines: this library's own frames are left out where its errors are shown."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def is_own_frame(frame: FrameType) -> bool:
 
 @contextmanager
 def shortened(error: BaseException, *kinds: type[BaseException]) -> Iterator[bool]:
-    """Within it, tracebacks of an exception and of those that led to it, as far as they are of these kinds, end at the caller's
-    line, with a note of what is left out. Then they are whole again, for debuggers. Gives whether anything is left out."""
+    """Within it, tracebacks of an exception and of those that led to it, as far as they are of these kinds, have none of this
+    library's own frames, but a note of how many. Then they are whole again, for debuggers. Gives whether any is left out."""
     changed = []
     for each in () if _shows_all() else _with_what_led_to(error):
         whole = each.__traceback__
@@ -64,14 +64,13 @@ def _shorten(error: BaseException) -> bool:
 
 
 def _callers_part(trace: TracebackType | None) -> tuple[TracebackType | None, int]:
-    """A traceback up to its last frame outside this library (the whole if there is none), and how many frames that drops."""
+    """A traceback without the frames of this library (the whole if there are no others), and how many those are."""
     entries = []
     while trace is not None:
         entries.append(trace)
         trace = trace.tb_next
-    others = [number for number, entry in enumerate(entries, 1) if not is_own_frame(entry.tb_frame)]
-    kept = others[-1] if others else len(entries)
+    kept = [entry for entry in entries if not is_own_frame(entry.tb_frame)] or entries
     part = None
-    for entry in reversed(entries[:kept]):
+    for entry in reversed(kept):
         part = TracebackType(part, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return part, len(entries) - kept
+    return part, len(entries) - len(kept)

@@ -81,5 +81,5 @@ def test_a_shell_shows_the_callers_lines_of_an_error_in_a_simulated_world() -> N
     with pytest.raises(CollectiveMismatchError) as caught:
         run_world(2, lambda group: group.all_reduce(np.ones(2 + group.rank)))
     text, files = shown(caught.value)
-    assert (files[0], files[-1]) == ("test_tracebacks.py", "test_tracebacks.py")
-    assert text.count("calls within ferrorpc are left out above") == len(re.findall("^Traceback", text, re.MULTILINE))
+    assert files == ["test_tracebacks.py"] * 2, "the line that makes the world, and the rank's"
+    assert text.count("calls within ferrorpc are left out above") == 1

@@ -154,7 +154,7 @@ thread.join()
         ("WARNING", "latch.check()", ["<string>"], 1),
         ("DEBUG", "latch.check()", ["<string>", "guard.py"], 0),
         ("WARNING", "ferrorpc.config.whole_number(None)", ["<string>", "config.py"], 0),  # not an error that ferrorpc means
-        ("WARNING", "ferrorpc.guard.seconds_of(seat2, 1.0)", ["<string>", "guard.py", "<string>"], 0),
+        ("WARNING", "ferrorpc.guard.seconds_of(seat2, 1.0)", ["<string>", "<string>"], 1),
         ("WARNING", AFTER_A_LOSS.format("latch.check()"), ["<string>", "<string>"], 2),
         ("WARNING", AFTER_A_LOSS.format("1 / 0"), ["<string>", "<string>"], 1),
         ("WARNING", AFTER_A_LOSS.format("raise KeyError('state') from ValueError('no state')"), ["<string>"], 0),
