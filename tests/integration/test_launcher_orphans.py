@@ -242,20 +242,23 @@ def test_what_a_worker_leaves_in_its_group_goes_with_the_launcher(family):
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_for_the_workers_alone_are_passed_on_and_end_nothing(tmp_path, number):
+    """Nor do they reach a worker's own children, such as data loaders, which may run its handler or end."""
     script = write_script(
         tmp_path,
         """
-        import os, signal, sys
+        import os, signal, subprocess, sys
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
         signal.pthread_sigmask(signal.SIG_BLOCK, {int(sys.argv[2])})
         with open(f"{sys.argv[1]}/ready{os.environ['RANK']}", "w") as file:
             file.write("1\\n")
         signal.sigwait({int(sys.argv[2])})
-        print("got it")
+        child.communicate()
+        print("got it, and the child ended with", child.returncode)
         """,
     )
     launcher = start("-n", "2", script, str(tmp_path), str(int(number)))
     read_numbers(tmp_path, "ready*", 2)
     launcher.send_signal(number)
     out, _ = launcher.communicate(timeout=60)
-    assert sorted(out.splitlines()) == ["0: got it", "1: got it"]
+    assert sorted(out.splitlines()) == [f"{rank}: got it, and the child ended with 0" for rank in range(2)]
     assert launcher.returncode == 0

@@ -63,12 +63,15 @@ class Child:
     def send(self, number: int) -> bool:
         """Sends a signal to the whole group. After a stop signal, stopped processes are resumed so that they receive it.
 
+        FORWARDED_SIGNALS are sent to the child alone: its own children, such as data loaders, may have inherited its handler,
+        or end for lack of one.
+
         Returns False where that is not permitted: the group now runs as another user (sudo) and has to end by itself.
         """
         if self.reaped:
             return True
         try:
-            os.killpg(self.pid, number)
+            (os.kill if number in FORWARDED_SIGNALS else os.killpg)(self.pid, number)
             if number in STOP_SIGNALS:
                 os.killpg(self.pid, signal.SIGCONT)
         except ProcessLookupError:

@@ -12,9 +12,9 @@ from typing import Final
 from ferrorpc.cli.launcher import exec_shim
 
 STOP_SIGNALS: Final = exec_shim.STOP_SIGNALS
-"""Stop the job: the first is forwarded to the workers, the second kills them."""
+"""Stop the job: the first is forwarded to the workers and their children, the second kills them."""
 FORWARDED_SIGNALS: Final = (signal.SIGUSR1, signal.SIGUSR2)
-"""Only forwarded: they have a meaning for workers alone (SLURM warns with them)."""
+"""Only forwarded, and to the workers alone: they have a meaning for their scripts (SLURM warns with them)."""
 
 
 class SignalInbox:
