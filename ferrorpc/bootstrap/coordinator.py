@@ -70,7 +70,7 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     announced, pipe, process = _spawn(["--listen", listen], {**environment, **config.given()})
     try:
         ready = _first_line(announced)
-        if ready.startswith(b"listening"):
+        if ready is not None and ready.startswith(b"listening"):
             _pipes[address] = pipe
             process_exit.at_exit(_announce_exit)
             return
@@ -81,8 +81,15 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     finally:
         os.close(announced)
     os.close(pipe)
-    code, import_error = _end(process), ready.decode(errors="replace").strip()
-    if import_error:
+    code = _end(process)
+    if ready is None:
+        raise ConfigError(
+            f"the coordinator that rank 0 started did not listen on {listen} within {START_SECONDS:g} s",
+            hint="see what slows this host down (its load, memory, the file system that Python's modules are read from), or "
+            "run `ferrorpc coordinator` and name it in FERRORPC_COORDINATOR",
+            retryable=True,
+        )
+    if import_error := ready.decode(errors="replace").strip():
         raise ConfigError(
             f"rank 0 could not start a coordinator on {listen}: {import_error}",
             hint=f"install ferrorpc and what it needs for {sys.executable}, or put where they are into PYTHONPATH, or name a "
@@ -186,15 +193,16 @@ def _folder_of(package: str) -> str:
     return str(Path(found.origin).absolute().parents[1]) if found and found.origin else ""
 
 
-def _first_line(descriptor: int) -> bytes:
-    """The first line from a descriptor; a part of it if the descriptor ends or START_SECONDS pass."""
+def _first_line(descriptor: int) -> bytes | None:
+    """The first line from a descriptor; a part of it if the descriptor ends, None if START_SECONDS pass."""
     deadline = time.monotonic() + START_SECONDS
     line = b""
     readable = select.poll()  # takes any descriptor, select() only those below 1,024
     readable.register(descriptor, select.POLLIN)
     while not line.endswith(b"\n"):
-        ready = readable.poll(1000 * max(0.0, deadline - time.monotonic()))
-        chunk = os.read(descriptor, 1) if ready else b""
+        if not readable.poll(1000 * max(0.0, deadline - time.monotonic())):
+            return None
+        chunk = os.read(descriptor, 1)
         if not chunk:
             break
         line += chunk

@@ -71,7 +71,7 @@ def test_one_that_never_ends_its_line_is_waited_for_no_longer_than_starting_take
     monkeypatch.setattr(coordinator, "START_SECONDS", 0.1)
     reader, writer = pipe
     os.write(writer, b"listen")
-    assert coordinator._first_line(reader) == b"listen"
+    assert coordinator._first_line(reader) is None
 
 
 @pytest.mark.parametrize(
@@ -164,18 +164,19 @@ def test_one_whose_start_is_interrupted_is_told_to_end(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("command", "handler", "code"),
+    ("command", "handler", "reason"),
     [
-        ("exit 64", signal.SIG_DFL, "64"),
-        ("exec sleep 60", signal.SIG_DFL, "-9"),
-        ("exit 64", signal.SIG_IGN, "unknown"),
-        ("exec sleep 60", signal.SIG_IGN, "unknown"),
+        ("exit 64", signal.SIG_DFL, r"could not start .* \(exit code 64\)"),
+        ("exec sleep 60", signal.SIG_DFL, "did not listen on 127.0.0.1:4711 within 0.2 s"),
+        ("exit 64", signal.SIG_IGN, r"could not start .* \(exit code unknown\)"),
+        ("exec sleep 60", signal.SIG_IGN, "did not listen on 127.0.0.1:4711 within 0.2 s"),
     ],
 )
-def test_one_that_does_not_listen_is_ended_while_it_is_a_child_and_its_exit_code_is_named_if_known(
-    command: str, handler: signal.Handlers, code: str, monkeypatch: pytest.MonkeyPatch
+def test_one_that_does_not_listen_is_ended_while_it_is_a_child_and_the_error_says_whether_it_ended_or_took_too_long(
+    command: str, handler: signal.Handlers, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The children of a process that ignores SIGCHLD are forgotten as they end, and others may get their ids."""
+    """The children of a process that ignores SIGCHLD are forgotten as they end, and others may get their ids. On a busy host it
+    may take less time when it is tried again."""
     ends, killed, kill = command == "exit 64", [], os.kill
 
     def spawn(*_: object) -> tuple[int, int, int]:
@@ -198,11 +199,12 @@ def test_one_that_does_not_listen_is_ended_while_it_is_a_child_and_its_exit_code
     monkeypatch.setattr(os, "kill", counted)
     before = signal.signal(signal.SIGCHLD, handler)
     try:
-        with pytest.raises(ConfigError, match=rf"\(exit code {code}\)"):
+        with pytest.raises(ConfigError, match=reason) as failed:
             coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert len(killed) == (0 if ends else 1)
+    assert failed.value.retryable is not ends
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
