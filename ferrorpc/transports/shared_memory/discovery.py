@@ -81,6 +81,8 @@ def _find(local: _LocalOffer, assignment: Assignment, exchange: Exchange, latch:
     verdicts: list[SharedMemoryVerdict] = []
     if any(len(host) > 1 for host in hosts):
         own = local.prove_peers(next(host for host in hosts if assignment.rank in host), offers, latch, clock)
+        if own.reason and latch.cause is None:
+            _log.warning("rank %d uses gRPC to ranks of its own host: %s", assignment.rank, own.reason)
         said = exchange(_VERDICTS, own.SerializeToString())
         verdicts = [
             parse(SharedMemoryVerdict, data, "a rank's verdict on shared memory is no message of ours") for data in said

@@ -50,8 +50,10 @@ def test_no_rank_is_dialled_while_another_may_still_answer(step_seconds: float, 
     assert sorted(handshaker.failures) == [0, 1, 2]
 
 
-def test_a_rank_that_cannot_greet_keeps_no_others_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who dials it learns so at once, and goes on to the next."""
+def test_a_rank_that_cannot_greet_keeps_no_others_apart(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who dials it learns so at once, and goes on to the next. All warn of what they will do without."""
     descriptor_of = Segment.read_only_descriptor
 
     def full_in_rank_1(segment: Segment) -> int:
@@ -64,3 +66,4 @@ def test_a_rank_that_cannot_greet_keeps_no_others_apart(monkeypatch: pytest.Monk
         for rank in range(3):
             assert ranks[rank].hosts == ((0, 2), (1,))
             assert "rank 1: it cannot greet its peers: Too many open files" in ranks[rank].separation_reason
+            assert f"rank {rank} uses gRPC to ranks of its own host: " in caplog.text
