@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self, overload
+from typing import Any, NoReturn, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +21,15 @@ from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.call import Operation, example
 from ferrorpc.coordination.base import Session, Store
 from ferrorpc.errors import BackendUnavailableError, FerroError, GroupAbortedError, GroupClosedError, PeerLostError, UsageError
-from ferrorpc.generation_errors import ended_by, generation_replaced, is_interrupt, reason_of
+from ferrorpc.generation_errors import ended_by, generation_replaced, is_interrupt, links_closed, reason_of
 from ferrorpc.guard import Guard, seconds_of
 from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
 from ferrorpc.operations.collectives import Collectives
+from ferrorpc.operations.dispatch import OWN_WORK_SECONDS
 from ferrorpc.operations.results import NOTHING
 from ferrorpc.operations.stream import Stream
 from ferrorpc.operations.type_hints import Scalar
 from ferrorpc.types import TensorSpec, as_dtype
-
-OWN_WORK_SECONDS: Final = 0.4
-"""How long close() waits for this rank's operations in flight."""
 
 
 class ProcessGroup(Collectives):
@@ -265,8 +263,9 @@ class ProcessGroup(Collectives):
 
         Args:
             timeout: seconds until the others have come; None for the group's. At most three quarters of them (on GPUs, seven
-                eighths) go to what is in flight here and in subgroups, and to what peers have not received yet. Connecting to
-                the others afterwards has the timeouts of `init_process_group`.
+                eighths) go to what is in flight here and in subgroups, and to what peers have not received yet. A recv that has
+                no message after 0.4 s raises GroupClosedError. Connecting to the others afterwards has the timeouts of
+                `init_process_group`.
 
         Raises:
             RendezvousTimeoutError: naming who is missing. It may be called again, as after Ctrl-C; operations of this group
@@ -298,7 +297,8 @@ class ProcessGroup(Collectives):
         clock = self._backend.clock
         until = clock.now() + seconds
         if self._backend.latch.cause is None:
-            self._dispatch.drain(clock.now() + seconds / 2)  # what never ends must not take the time to meet the others
+            # What never ends must not take the time to meet the others.
+            self._dispatch.drain(seconds / 2, links_closed(self.world_ranks[self._rank]))
         try:
             return ProcessGroup(self._backend.renew(max(0.0, until - clock.now())), self.timeout)
         except BaseException as error:
@@ -316,7 +316,7 @@ class ProcessGroup(Collectives):
 
         Wait for a Work first where a peer still needs it: an operation that takes longer than those 0.4 s is abandoned. Its
         Work then raises GroupClosedError, and a peer that needs it gets a PeerLostError. What a send has taken, because it
-        returned or its Work is done, still arrives.
+        returned or its Work is done, still arrives. A peer's recv without a message raises PeerLostError there alone.
 
         It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, up to
         60 s (it logs for whom it waits, and that it gave up), and as long as the GPU needs for results that calls have
@@ -342,7 +342,7 @@ class ProcessGroup(Collectives):
                 if not self._dispatch.closed:
                     self._dispatch.close()
                     if self._backend.latch.cause is None:
-                        self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
+                        self._dispatch.drain(OWN_WORK_SECONDS)
             finally:  # also when it is interrupted, or the others would not hear of it
                 self._leave(reason)
         finally:
@@ -369,7 +369,7 @@ class ProcessGroup(Collectives):
                 session.leave(reason)
         self._has_left = True
         if session is not None:  # what was abandoned has its error before the process may end
-            self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
+            self._dispatch.drain(OWN_WORK_SECONDS)
 
     def __enter__(self) -> Self:
         self._block = None  # this group has its own block

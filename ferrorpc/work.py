@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
@@ -78,6 +78,8 @@ class Work(Generic[Result]):
     """For the driver, likewise: advances the operation for a moment, on a thread that waits for it."""
     standing: Callable[[], tuple[list[int], str]] | None = None
     """For the driver, likewise: which world ranks the operation waits for, and a sentence about it."""
+    withdraw: Callable[[FerroError], bool] | None = None
+    """For the driver, likewise: as `Execution.withdraw`."""
     _landing: Landing | None = None
     _done = False
     _observed = False
@@ -312,7 +314,7 @@ class Work(Generic[Result]):
             self._tell()
 
     def _tell(self) -> None:
-        self.assist = self.standing = None
+        self.assist = self.standing = self.withdraw = None
         if self._register is not None:
             self._register.pop(id(self), None)
         callbacks = self._callbacks  # which nobody else changes from now on
@@ -339,6 +341,17 @@ class Work(Generic[Result]):
     def __repr__(self) -> str:
         state = "running" if not self._done else "failed" if self._error is not None else "done"
         return f"<Work {self.label}: {state}>"
+
+
+def await_all(works: Iterable[Work[Any]], clock: Clock, until: float) -> None:
+    """Waits until all have ended, with their results in the callers' arrays, or until that clock time."""
+    parker = clock.parker()
+    for work in works:
+        work.on_done(parker.unpark)
+        while not work.has_ended:
+            if not parker.park(until) and not work.has_ended:
+                return
+        work.complete_arrays(wait=True)
 
 
 def _signal(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

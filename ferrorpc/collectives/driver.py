@@ -123,7 +123,7 @@ def _unwell(execution: Execution) -> list[str]:
 
 def breaks(execution: Execution, error: FerroError) -> bool:
     """Whether this failure ends the generation, or concerns this rank alone."""
-    if isinstance(error, UsageError):
+    if execution.fails_alone or isinstance(error, UsageError):
         return False
     return execution.timeout_breaks or not isinstance(error, TimeoutError)
 

@@ -80,6 +80,9 @@ class Execution(ABC):
     timeout_breaks = True
     """Whether its deadline ends the generation; a recv's does not."""
 
+    fails_alone = False
+    """Whether its error concerns this rank alone, of whatever class it is."""
+
     @property
     def nap_seconds(self) -> float:
         """The shortest sleep of the progress thread between two polls."""
@@ -140,6 +143,10 @@ class Execution(ABC):
     def make_stream_wait(self) -> None:
         """Once complete: makes the calling thread's current stream wait for the results that are on a device."""
         return
+
+    def withdraw(self, error: FerroError) -> bool:
+        """Lets it fail with this error, alone, if it is a recv that has no message. Returns whether it does."""
+        return False
 
     @abstractmethod
     def finish(self) -> None:

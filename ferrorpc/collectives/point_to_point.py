@@ -19,12 +19,12 @@ from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for
 from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.execution import hint_about
 from ferrorpc.collectives.outgoing_message import OutgoingMessage
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupClosedError, TensorMismatchError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupClosedError, PeerLostError, TensorMismatchError
 from ferrorpc.generation_errors import describe_lost_link
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import FINISHED, Box
-from ferrorpc.transports.point_to_point import ANY_NUMBER, Message, PostedReceive
+from ferrorpc.transports.point_to_point import ANY_NUMBER, Ending, Message, PostedReceive
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 
@@ -225,12 +225,9 @@ class RecvExecution(_PointToPoint):
             self._transport.mailbox.post(post)
         message = post.message
         if message is None:
-            if post.is_over:
-                raise GroupClosedError(
-                    f"{self.label} has nobody to send to it: rank {self._peer} has closed this subgroup",
-                    hint="let that rank send before it calls close() on the subgroup",
-                    rank=self._peer,
-                )
+            if post.ending is not None:
+                self.fails_alone = True
+                raise self._error_of(post.ending)
             return False
         if self._received < 0:
             self._begin(message, post.number)
@@ -242,6 +239,29 @@ class RecvExecution(_PointToPoint):
             size_bytes = self.results[0].itemsize
             self.transfers.allow_upload(0, self.results[0], first // size_bytes, self._received // size_bytes)
         return self._received >= message.header.total
+
+    def _error_of(self, ending: Ending) -> FerroError:
+        """Why it ends without a message. Whoever posts a recv for what may come need not look at its Work."""
+        if ending is Ending.WITHDRAWN:
+            return self._withdrawal.again()
+        text = f"{self.label} has nobody to send to it: rank {self._peer} has"
+        error: FerroError
+        if ending is Ending.SENDER_CLOSED:
+            hint = "let that rank send before it calls close() on the subgroup"
+            error = GroupClosedError(f"{text} closed this subgroup", hint=hint, rank=self._peer)
+        else:
+            reason = "it closed the group, or called reform()"
+            hint = "let that rank send before it closes the group; or call group.reform()"
+            error = PeerLostError(self._peer, reason, f"{text} left: {reason}", hint=hint)
+        error.mark_shown()
+        return error
+
+    def withdraw(self, error: FerroError) -> bool:
+        post = self._post
+        if post is None:
+            return False
+        self._withdrawal = error
+        return self._transport.mailbox.withdraw(post)
 
     def advance(self) -> bool:
         """As `Execution.advance`. Only here the message is taken: a driver that has just given up must not lose it."""
@@ -281,8 +301,14 @@ class RecvExecution(_PointToPoint):
         return self.has_ended
 
     def probe(self) -> None:
-        """Asks whether the sender has closed the group. Sending on the lane also shows whether the peer is gone."""
-        self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, ANY_NUMBER), self.label)
+        """Asks whether the sender has closed the group. Sending on the lane also shows whether the peer is gone.
+
+        One that is complete asks nothing, and one that has a message about this one: others may wait in vain for that peer.
+        """
+        post = self._post
+        if post is not None and not self.has_ended:
+            number = ANY_NUMBER if post.message is None else post.number
+            self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, number), self.label)
 
     def explain(self) -> str:
         if self.waits_for_own_gpu:

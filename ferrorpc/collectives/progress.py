@@ -153,7 +153,7 @@ class Progress:
                 self._started = True
         if execution.can_be_assisted and not self._clock.one_at_a_time:
             work.assist = partial(self._assist, entry)
-        work.standing = partial(standing, execution)
+        work.standing, work.withdraw = partial(standing, execution), execution.withdraw
         entry.scheduled = execution.has_begun and execution.polling is None
         has_only_timers, due = entry.scheduled, entry.due()  # events advance it already
         # The ticket is set before others can wake the entry: from then on it may end at any time, and needs its ticket.

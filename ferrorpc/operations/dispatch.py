@@ -40,10 +40,13 @@ from ferrorpc.telemetry import telemetry
 from ferrorpc.transports.closed_groups import Begun
 from ferrorpc.types import ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
-from ferrorpc.work import Work
+from ferrorpc.work import Work, await_all
 
 PREPARED_CALLS: Final = 1024
 """How many prepared calls are cached. Beyond that the oldest is dropped."""
+
+OWN_WORK_SECONDS: Final = 0.4
+"""How long close() waits for operations in flight, and reform() for recvs that have no message."""
 
 
 class Dispatch:
@@ -418,23 +421,26 @@ class Dispatch:
         subgroup._family = self._family
         self._family[subgroup.backend.group_id] = subgroup
 
-    def drain(self, until: float) -> None:
-        """Waits until nothing of this group, and of a world's subgroups, is in flight, or until clock time `until`."""
-        for dispatch in self._members() if self.is_world else [self]:
-            dispatch._drain_own(until)
+    def drain(self, seconds: float, error: GroupClosedError | None = None) -> None:
+        """Waits until nothing of this group, and of a world's subgroups, is in flight, at most so many seconds.
+
+        After OWN_WORK_SECONDS recvs that have no message fail, as perhaps nobody ever sends. Nobody has to look at that.
+
+        Args:
+            error: what they fail with; None for that of a closed group.
+        """
+        clock, members = self.backend.clock, self._members() if self.is_world else [self]
+        works, began = [work for dispatch in members for work in list(dispatch._in_flight.values())], clock.now()
+        await_all(works, clock, began + min(seconds, OWN_WORK_SECONDS))
+        error = error or self._closing
+        error.mark_shown()
+        withdrawn = [work for work in works if (withdraw := work.withdraw) is not None and withdraw(error)]
+        await_all(withdrawn, clock, clock.now() + OWN_WORK_SECONDS)  # no longer than a thread needs to end them
+        await_all(works, clock, began + seconds)
 
     def _members(self) -> list[Dispatch]:
         """Those of the family now: a list, because another thread may make a subgroup."""
         return [dispatch for reference in self._family.valuerefs() if (dispatch := reference()) is not None]
-
-    def _drain_own(self, until: float) -> None:
-        parker = self.backend.clock.parker()
-        for work in list(self._in_flight.values()):
-            work.on_done(parker.unpark)
-            while not work.has_ended:
-                if not parker.park(until) and not work.has_ended:
-                    return
-            work.complete_arrays(wait=True)
 
     def abandon_in_child(self) -> None:
         """In a forked child: fails what is in flight, which the parent's threads go on with there alone."""
@@ -455,7 +461,7 @@ class Dispatch:
         self.check_not_forked()
         try:
             with nullcontext() if self._activity is None else self._activity.waiting(self.backend.clock):
-                self._drain_own(FOREVER)
+                await_all(list(self._in_flight.values()), self.backend.clock, FOREVER)
                 self.backend.synchronize(FOREVER)
                 self.landings.settle(FOREVER)
         except FerroError as error:

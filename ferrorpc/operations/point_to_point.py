@@ -107,8 +107,12 @@ class PointToPoint:
             CollectiveTimeoutError: nothing came in time. Nothing is lost or broken: call it again.
             TensorMismatchError: `out` does not fit; the message stays for the next recv.
             SelfSendError: `src` is this rank.
-            GroupClosedError: the group was closed; or rank `src` has closed this subgroup, and so sends nothing more. It is
-                asked while a recv waits, so not by one with a timeout of 0.
+            GroupClosedError: the group was closed; or rank `src` has closed this subgroup, and so sends nothing more.
+            PeerLostError: rank `src` has left, by close() or reform(), and so sends nothing more. The group goes on, unless
+                it left before this rank first had a connection to it.
+
+        Whether rank `src` sends nothing more is asked while a recv waits, so not by one with a timeout of 0. A Work that ends
+        for this reason, and that nobody looks at, is not logged.
         """
         peer, tag = peer_of(src, self._rank, self._size, "src"), tag_of(tag)
         result = self._arguments.one_result(out, NUMPY, None, [])

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ferrorpc.arrays.base import Kind as ArrayKind
 from ferrorpc.coordination.base import Session
-from ferrorpc.errors import BackendUnavailableError, CollectiveMismatchError, CollectiveTimeoutError
+from ferrorpc.errors import BackendUnavailableError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.operations.expected import Expected
 from ferrorpc.pipeline import device_lanes
@@ -123,6 +123,8 @@ class Exchange:
             raw = expected.take(self._seconds)
         except CollectiveTimeoutError as error:
             raise self._timed_out(f"{transfer} of rank {self._group.world_ranks[source]}", source) from error
+        except PeerLostError as error:  # perhaps only this rank knows, and the others wait for it
+            raise self._group.fail(error) from None
         self._expect_next()
         message, wanted = parse(raw), self._envelope(transfer)
         if message.envelope != wanted:

@@ -174,7 +174,7 @@ class InprocTransport(Transport):
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
         has_left = peer in self._departed
-        if not has_left or self.mailbox.missed_before(peer, key):
+        if not has_left or self.mailbox.still_needs(peer, key):
             self._carry(peer, lambda end: end.answer(self.rank, key, signature), needed=has_left)
 
     def answer(self, peer: int, key: Key, signature: str) -> None:

@@ -23,7 +23,7 @@ from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, Gro
 from ferrorpc.guard import wake_nobody
 from ferrorpc.transports.closed_groups import Begun, ClosedGroups
 from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected_bytes_max as default_bytes_max
-from ferrorpc.transports.point_to_point import ANY_NUMBER, Message, Place, PostedReceive, ReceiveQueue, ungranted_error
+from ferrorpc.transports.point_to_point import ANY_NUMBER, Ending, Message, Place, PostedReceive, ReceiveQueue, ungranted_error
 from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
@@ -142,8 +142,8 @@ class Mailbox:
         self._sending: dict[Key, Box] = {}
         self._unsent: dict[Key, int] = {}
         """Messages of which nothing was sent yet, and their receivers."""
-        self._silent: set[tuple[int, int]] = set()
-        """(group, rank) of the peers that have closed a group in which this rank may still receive from them."""
+        self._silent: dict[tuple[int, int], Ending] = {}
+        """(group, rank) of the peers that send nothing more in a group in which this rank may still receive from them."""
         self._inbound: dict[Place, ReceiveQueue] = {}
 
     def enter(self, key: Key, signature: str, wake: Callable[[], None], expected: Container[tuple[int, int]] = ()) -> Box:
@@ -208,7 +208,8 @@ class Mailbox:
             for stream in [place for place in self._last if place[0] == group]:
                 del self._last[stream]
             self._missed -= {missed for missed in self._missed if missed[1].group == group}
-            self._silent -= {silent for silent in self._silent if silent[0] == group}
+            for silent in [silent for silent in self._silent if silent[0] == group]:
+                del self._silent[silent]
             for key, box in list(self._boxes.items()):
                 if key.group == group and box.signature is None and self._closed.never_begins(key):
                     self._unexpected_bytes -= self._boxes.pop(key).unexpected_bytes
@@ -371,7 +372,7 @@ class Mailbox:
         """
         if key.stream == POINT_TO_POINT and key.number == ANY_NUMBER:
             if answer.standing == FINISHED:
-                self._end_recvs(key.group, peer)
+                self._end_recvs(key.group, peer, Ending.SENDER_CLOSED)
             return
         with self._lock:
             box = self._own_box(key)
@@ -384,21 +385,27 @@ class Mailbox:
         if answer.standing == DIFFERENT and answer.signature != mine:
             self.report(self._mismatch(key, mine, peer, answer.signature))
 
-    def _end_recvs(self, group: int, source: int) -> None:
-        """Ends the recvs that wait for a message of a rank which has closed their group."""
+    def _end_recvs(self, group: int, source: int, ending: Ending) -> None:
+        """Ends the recvs that wait for a message of a rank which sends nothing more in their group."""
         with self._lock:
             queues = [queue for place, queue in self._inbound.items() if place[:2] == (group, source)]
             if queues and group not in self._closed:  # it was asked
-                self._silent.add((group, source))
-            woken = [post for queue in queues for post in queue.end()]
+                self._silent[group, source] = ending
+            woken = [post for queue in queues for post in queue.end(ending)]
         _wake(woken)
 
-    def missed_before(self, peer: int, key: Key) -> bool:
-        """Records that an operation waits for a peer that has left. Returns whether that was recorded before.
+    def still_needs(self, peer: int, key: Key, is_whole: bool = True) -> bool:
+        """Whether an operation waits in vain for a peer that has left, which then counts as lost.
 
-        Everything that the peer sent is in this mailbox by now. The first time the message may have arrived just after the
-        operation looked. An operation that still waits the second time will never get it.
+        Everything that the peer sent is in this mailbox by now. So recvs without a message end, which concerns this rank alone.
+        For any other operation the message may have arrived just after it looked: it is asked about a second time.
+
+        Args:
+            is_whole: whether no stream of the peer was cut: else a recv's message may be lost.
         """
+        if is_whole and key.stream == POINT_TO_POINT and key.number == ANY_NUMBER:
+            self._end_recvs(key.group, peer, Ending.SENDER_LEFT)
+            return False
         with self._lock:
             before = (peer, key) in self._missed
             self._missed.add((peer, key))
@@ -431,8 +438,9 @@ class Mailbox:
         with self._lock:
             queue = self._inbound_of(post.place)
             woken = queue.add(post)
-            if post.place[:2] in self._silent:
-                woken += queue.end()
+            ending = self._silent.get(post.place[:2])
+            if ending is not None:
+                woken += queue.end(ending)
         _wake(woken)
 
     def take(self, post: PostedReceive) -> None:
@@ -459,6 +467,15 @@ class Mailbox:
             if inbound.is_idle:
                 del self._inbound[post.place]
         _wake(woken)
+
+    def withdraw(self, post: PostedReceive) -> bool:
+        """Ends a recv, unless it has a message. Returns whether it does."""
+        with self._lock:
+            if post.message is not None:
+                return False
+            post.ending = Ending.WITHDRAWN
+        post.wake()
+        return True
 
     def put_back(self, post: PostedReceive) -> None:
         """Withdraws a recv that has read its message where it is. The message, also if it was taken, is for the next recv."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from enum import Enum, auto, unique
 from typing import Final, TypeAlias
 
 from ferrorpc.errors import CodecError
@@ -29,6 +30,18 @@ def ungranted_error(frame: Frame) -> CodecError:
         f"rank {frame.source} sent byte {frame.offset} of {frame.header.signature or 'a message'} #{frame.key.number} without "
         "having been told that it may"
     )
+
+
+@unique
+class Ending(Enum):
+    """Why no message comes for a recv."""
+
+    SENDER_CLOSED = auto()
+    """Its sender has closed their subgroup."""
+    SENDER_LEFT = auto()
+    """Its sender has left the generation."""
+    WITHDRAWN = auto()
+    """This rank leaves the generation, or closes the subgroup."""
 
 
 class Message:
@@ -51,15 +64,15 @@ class Message:
 class PostedReceive:
     """A recv of the next message of a place. `number` and then `message` are set when a message is matched to it."""
 
-    __slots__ = ("is_over", "message", "number", "place", "wake")
+    __slots__ = ("ending", "message", "number", "place", "wake")
 
     def __init__(self, place: Place, wake: Callable[[], None]) -> None:
         self.place = place
         self.wake = wake
         self.message: Message | None = None
         self.number = 0
-        self.is_over = False
-        """Whether no message comes, because its sender has closed the group."""
+        self.ending: Ending | None = None
+        """Set where it has no message and none comes."""
 
 
 class ReceiveQueue:
@@ -126,10 +139,10 @@ class ReceiveQueue:
             heapq.heappush(self._begun, post.number)
         return self._match()
 
-    def end(self) -> list[PostedReceive]:
+    def end(self, ending: Ending) -> list[PostedReceive]:
         """Nothing more comes: ends the recvs that have no message, and returns them."""
         for post in self._posts:
-            post.is_over = True
+            post.ending = ending
         return list(self._posts)
 
     def take(self, post: PostedReceive) -> int:

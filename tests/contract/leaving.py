@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.grpc.link import Link
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.inproc import InprocTransport
+from ferrorpc.transports.point_to_point import ANY_NUMBER, Ending, PostedReceive
 from ferrorpc.transports.routed import RoutedTransport
 from ferrorpc.transports.shared_memory.link import Link as HostLink
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
+from ferrorpc.wire.frames import POINT_TO_POINT, Key
+from tests.integration.lane_ranks import random_bytes
+from tests.waiting import eventually
 
 
 class Leaving(set[int]):
@@ -62,3 +67,20 @@ def leave_after_one_look(transport: Transport, peer: int) -> None:
     else:
         assert isinstance(transport, GrpcTransport)
         transport._links[peer] = LeavingLink()
+
+
+def check_that_recvs_end(leaves: Any, stays: Any) -> None:
+    """Recvs from an end that leaves end on the one that stays, which loses no link: those of which no message has come."""
+    comes, ends = (PostedReceive((0, leaves.rank, tag), lambda: None) for tag in (0, 1))
+    stays.mailbox.post(comes)
+    stays.mailbox.post(ends)
+    leaves.send(stays, Key(0, POINT_TO_POINT, 1), random_bytes(100_000))
+    leaves.transport.close(60.0)
+
+    def is_over() -> bool:
+        stays.transport.probe(leaves.rank, Key(0, POINT_TO_POINT, ANY_NUMBER), "recv()")
+        return ends.ending is not None
+
+    eventually(is_over, "the end of the recv without a message")
+    assert (comes.message is not None, comes.ending, ends.ending) == (True, None, Ending.SENDER_LEFT)
+    assert stays.lost == []

@@ -23,14 +23,14 @@ from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.inproc import InprocTransport, Network
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, SAME, Box, Mailbox
-from ferrorpc.transports.point_to_point import ANY_NUMBER, PostedReceive
+from ferrorpc.transports.point_to_point import ANY_NUMBER, Ending, PostedReceive
 from ferrorpc.transports.routed import RoutedTransport
 from ferrorpc.transports.shared_memory import transport as near_transport_module
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import NDIM_MAX, POINT_TO_POINT, SIGNATURE_BYTES_MAX, Frame, Header, Key
 from ferrorpc.wire.token import Token
-from tests.contract.leaving import leave_after_one_look
+from tests.contract.leaving import check_that_recvs_end, leave_after_one_look
 from tests.integration.lane_ranks import header_of, random_bytes, send
 from tests.unit.transports.shared_memory.host_worlds import HostWorld
 from tests.waiting import eventually
@@ -198,8 +198,8 @@ class TransportContract(ABC):
         first.send(second, Key(5, POINT_TO_POINT, 1), random_bytes(100_000))
         first.mailbox.retire(5, [])
         second.transport.probe(first.rank, Key(5, POINT_TO_POINT, ANY_NUMBER), "recv()")
-        eventually(lambda: ends.is_over, "the end of the other recv")
-        assert (comes.message is not None, comes.is_over) == (True, False)
+        eventually(lambda: ends.ending is Ending.SENDER_CLOSED, "the end of the other recv")
+        assert (comes.message is not None, comes.ending) == (True, None)
 
     def test_closing_flushes_what_was_sent_and_fails_nobody(self, pair: tuple[End, End]) -> None:
         first, second = pair
@@ -250,6 +250,9 @@ class TransportContract(ABC):
         eventually(told, "the lost link")
         wait_for_message(second.box(KEY), first, CHUNK_BYTES)
         assert second.lost == [(first.rank, PEER_LEFT)]
+
+    def test_recvs_from_a_rank_that_left_end_without_a_lost_link(self, pair: tuple[End, End]) -> None:
+        check_that_recvs_end(*pair)
 
     def test_what_a_rank_sent_before_it_left_may_be_found_after_it_was_asked_for_once(self, pair: tuple[End, End]) -> None:
         """Whoever asks has looked before, and is held up between the two while the rest arrives."""

@@ -223,6 +223,26 @@ def test_a_rank_that_has_left_is_the_peers_loss_only_where_it_is_needed() -> Non
         assert "it left the job" in outcome.message
 
 
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_who_receives_from_a_rank_that_has_left_for_the_next_generation_goes_on_and_meets_it_there(transport: str) -> None:
+    def body(group: ProcessGroup) -> int:
+        if group.rank == 2:
+            group.send(np.ones(3), 0, tag=1)
+        else:
+            if group.rank == 0:
+                posted = group.recv(2, async_op=True)
+                with pytest.raises(PeerLostError, match="rank 2 has left: it closed the group, or called reform"):
+                    posted.wait()
+                assert group.recv(2, tag=1).tolist() == [1.0] * 3
+            group.send(np.ones(3), 1 - group.rank)
+            assert group.recv(1 - group.rank).tolist() == [1.0] * 3
+        with group.reform() as renewed:
+            return int(renewed.all_reduce(1))
+
+    with GrpcWorld(3, transport=transport) as world:
+        assert run_groups([ProcessGroup(backend, SECONDS) for backend in world.backends], body) == [3, 3, 3]
+
+
 def test_the_next_generation_works_on_the_same_servers() -> None:
     def renewed(backend: Backend) -> Backend:
         backend.latch.end(GroupAbortedError(0, "a test"))

@@ -153,7 +153,7 @@ def test_after_a_reform_in_vain_a_group_can_be_closed() -> None:
             assert "closed" in repr(group)
         else:
             world.clock.parker().park(2.0)
-            with pytest.raises(PeerLostError, match="it left the job"):
+            with pytest.raises(PeerLostError, match="rank 0 has left"):
                 group.recv(0)
 
     world.run(body)

@@ -155,13 +155,14 @@ def test_a_world_can_be_closed_while_another_thread_makes_subgroups() -> None:
     def body(group: ProcessGroup) -> bool:
         subgroups, made = [group.subgroup([0, 1]) for _ in range(3)], []
 
-        def make(_: float) -> None:
-            made.append(Mock(**{"backend.group_id": len(made) + 1}))
+        def make() -> list[Any]:
+            made.append(Mock(**{"backend.group_id": len(made) + 1}, _in_flight={}))
             group._dispatch.adopt(made[-1])
+            return []
 
         for each in subgroups:
             assert each is not None
-            cast(Any, each._dispatch)._drain_own = make
+            cast(Any, each._dispatch)._in_flight = Mock(values=make)
         group.close()
         return len(made) >= 3
 

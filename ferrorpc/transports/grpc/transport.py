@@ -100,8 +100,9 @@ class GrpcTransport(Transport):
         self._answer(peer, transport_pb2.ControlMessage(grant=control.grant_message(key, slot)))
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        has_left = self._links[peer].has_left
-        if has_left and self._may_still_arrive(peer, key):
+        link = self._links[peer]
+        has_left = link.has_left
+        if has_left and (self._may_still_arrive(link) or not self.mailbox.still_needs(peer, key, link.cut is None)):
             return
         lane = self._lane_to(peer, needed=has_left)
         if lane is not None:
@@ -328,16 +329,13 @@ class GrpcTransport(Transport):
                     link.dialled_at = self._clock.now()
             return lane
 
-    def _may_still_arrive(self, peer: int, key: Key) -> bool:
+    def _may_still_arrive(self, link: Link) -> bool:
         """Whether messages of a peer that said goodbye can still arrive: its goodbye on this rank's lane may overtake them.
 
         Once the peer's own streams have ended as well, all its messages are in the mailbox.
         """
-        link = self._links[peer]
         with self._lock:
-            if not link.all_ended:
-                return link.may_bring_more(self._clock.now())
-        return not self.mailbox.missed_before(peer, key)
+            return not link.all_ended and link.may_bring_more(self._clock.now())
 
     def _open_message(self, peer: int, lane: int) -> bytes:
         token, before = self._server.token.both()

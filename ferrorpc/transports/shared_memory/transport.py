@@ -80,7 +80,7 @@ class SharedMemoryTransport(Transport):
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
         has_left = self._links[peer].has_left
-        if has_left and not self.mailbox.missed_before(peer, key):
+        if has_left and not self.mailbox.still_needs(peer, key):
             return
         link = self._link_to(peer, needed=has_left)
         if link is not None:

@@ -13,6 +13,7 @@ from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
 from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.point_to_point import ANY_NUMBER
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 from tests.unit.collectives.lane import Lane
@@ -154,3 +155,22 @@ def test_a_recv_that_was_interrupted_when_its_message_was_taken_can_go_on(
     monkeypatch.setattr(mailbox, "take", take)
     assert recv.advance()
     assert recv.results[0].tobytes() == b"abcd"
+
+
+def test_a_recv_asks_about_its_own_message_once_that_has_begun_and_nothing_once_it_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its thread may be held up between its last look and the question, while the message comes and its sender leaves."""
+    lane, spec, asked = Lane(0), TensorSpec(DType.UINT8, (4,)), list[int]()
+    monkeypatch.setattr(lane, "probe", lambda peer, key, signature: asked.append(key.number))
+    recv = RecvExecution(lane, 0, 1, 0, None, None, Guard(SYSTEM_CLOCK, Latch(), 30.0))
+    recv.wake = lambda: None
+    assert not recv.advance()
+    recv.probe()
+    for offset in (0, 2):
+        header = Header(0, SEND, spec.dtype, spec.shape, 4)
+        lane.mailbox.deliver(Frame(Key(0, POINT_TO_POINT, 7), 1, header, offset, memoryview(b"ab")))
+        recv.probe()
+    assert recv.advance()
+    recv.probe()
+    assert asked == [ANY_NUMBER, 7]

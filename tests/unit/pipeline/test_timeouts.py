@@ -1,4 +1,4 @@
-"""A rank that is late: one rank's deadline is the first cause, on every rank and from then on, and says who is waited for."""
+"""A rank that is late, or has left: what one rank finds is the first cause, on all ranks from then on, and says who it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError
 from ferrorpc.pipeline.runtime import Pipeline
 from ferrorpc.testing import run_world
 from tests.unit.pipeline.stages import WIDTH, Layer, batch, half_square
@@ -122,3 +122,19 @@ def test_a_stage_that_never_comes_is_a_timeout_that_names_it(caplog: pytest.LogC
     assert "waited 7 s for 1SEND_B0 of rank 1" in str(first)
     assert "after 5 s, this rank waits for 1SEND_B0 of rank 1" in caplog.text
     assert isinstance(second, GroupAbortedError)
+
+
+def test_a_stage_that_has_left_is_named_to_those_that_wait_for_others() -> None:
+    """Only the second stage waits for it, and the third one for the second."""
+
+    def body(group: Any) -> None:
+        pipe = Pipeline(Layer(group.rank), group, "1f1b", 4)
+        if group.rank == 0:
+            group.close()
+            return
+        for call in (lambda: pipe.step(*batch(8), half_square), group.barrier):
+            with pytest.raises(PeerLostError) as caught:
+                call()
+            assert caught.value.rank == 0
+
+    run_world(3, body)

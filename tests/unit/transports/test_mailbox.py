@@ -22,7 +22,7 @@ from ferrorpc.transports.mailbox import (
     Mailbox,
     Standing,
 )
-from ferrorpc.transports.point_to_point import ANY_NUMBER, PostedReceive
+from ferrorpc.transports.point_to_point import ANY_NUMBER, Ending, PostedReceive
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import BARRIER_STREAM, BESIDE, POINT_TO_POINT, Frame, Header, Key
 
@@ -419,17 +419,18 @@ def test_only_recvs_without_a_message_of_a_rank_that_closed_their_group_are_over
     box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), Standing(ABSENT, "", 0, ""))
     assert woken == []
     box_of.probe_answered(0, Key(7, POINT_TO_POINT, ANY_NUMBER), Standing(FINISHED, "", 0, ""))
-    assert (woken, [post.is_over for post in posts]) == ([1, 2], [False, True, True, False, False])
+    closed = Ending.SENDER_CLOSED
+    assert (woken, [post.ending for post in posts]) == ([1, 2], [None, closed, closed, None, None])
     later = recv(7, 0, 6)
     box_of.post(later)
-    assert later.is_over
+    assert later.ending is closed
 
 
 def test_an_answer_that_no_recv_has_asked_for_is_not_kept() -> None:
     box_of, _ = mailbox()
     for group in range(3):
         box_of.probe_answered(0, Key(group, POINT_TO_POINT, ANY_NUMBER), Standing(FINISHED, "", 0, ""))
-    assert box_of._silent == set()
+    assert box_of._silent == {}
 
 
 def test_a_recv_that_ends_after_its_group_leaves_nothing_behind() -> None:
@@ -453,7 +454,7 @@ def test_of_a_closed_group_only_the_last_numbers_are_kept() -> None:
         in_flight = Key(group, 0, 3)
         box_of.record(Key(group, 0, 2), "a()")
         box_of.enter(Key(group, 1, 5), "a()", lambda: None)
-        assert not box_of.missed_before(0, in_flight)
+        assert not box_of.still_needs(0, in_flight)
         box_of.retire(group, begun_to(3, 5))
         box_of.enter(in_flight, "a()", lambda: None)
         assert box_of.standing(1, Key(group, 0, 1), "a()").standing == FINISHED
