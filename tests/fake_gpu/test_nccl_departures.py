@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ferrorpc.guard import SYSTEM_CLOCK, Guard, SystemClock
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
+from tests.fake_gpu.groups import Ranks
 from tests.fake_gpu.worlds import SECONDS, nccl_backends
 from tests.threads import in_threads
 from tests.waiting import eventually
@@ -179,3 +181,20 @@ def test_the_most_groups_that_a_rank_tells_of_fit_a_value_of_the_store() -> None
         departures.register((1 << 64) - 1 - group, lambda: [1 << 40, 1 << 40])
         departures.close((1 << 64) - 1 - group)
     departures.leave()
+
+
+def test_a_recv_to_a_gpu_from_a_rank_that_has_left_ends_alone(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: Any) -> None:
+        if group.rank == 1:
+            group.close()
+            return
+        posted = group.recv(1, out=ranks.array(), async_op=True)
+        for wait in (posted.wait, partial(group.recv, 1, out=ranks.array())):
+            with pytest.raises(PeerLostError, match="rank 1 has left"):
+                wait()
+        assert group._backend.latch.cause is None
+        group.close()
+
+    ranks.run(body)
