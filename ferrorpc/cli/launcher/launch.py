@@ -427,6 +427,9 @@ class _Launch:
         self._code = launcher_exit_code(first, self._group.interrupted, self._group.given_up, clean=clean)
         if self._group.interrupted:
             self._console.say(f"stopped by {describe(-self._group.interrupted)}")
+            killed = [end for end in self._group.exits if end.returncode == -signal.SIGKILL]
+            if killed:  # perhaps while they saved
+                self._console.say(victims_line(killed, self._labels))
         elif self._group.given_up:
             self._console.say(victims_line(self._group.exits, self._labels))
         elif first is not None:

@@ -5,7 +5,7 @@ By default the workers of one launcher start and end together. The phases, and w
     RUNNING   --a worker fails-->           FAILING    the others have `grace_seconds` to end by themselves
     FAILING   --grace is over-->            STOPPING   SIGTERM to those left
     RUNNING, FAILING --a stop signal-->     STOPPING   the signal is forwarded to all
-    STOPPING  --`shutdown_seconds` are over, or a second signal-->  KILLING   SIGKILL to those left
+    STOPPING  --`shutdown_seconds` are over, or a second stop signal-->  KILLING   SIGKILL to those left
     any       --all have ended-->           RUNNING again while restarts are left and no stop was requested, else DONE
 
 A job that cannot go on for another reason than its workers (`give_up`) is stopped as after the grace, and not restarted.
@@ -33,6 +33,9 @@ from typing import Final
 from ferrorpc.exit_codes import EXIT_CONFIG
 
 NO_DEADLINE: Final = float("inf")
+REPEAT_SECONDS: Final = 1.0
+"""Stop signals this soon after the first are taken for the same event, such as a terminal's end, of which a shell and the
+kernel tell, or a batch system's SIGTERM, which a script passes on. A second Ctrl-C is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class WorkerGroup:
     restarts: int = 0
     interrupted: int = 0
     """The stop signal that the launcher received; 0 for none."""
+    interrupted_at: float = 0.0
     given_up: int = 0
     """The exit code of a job that `give_up` has ended; 0 for any other."""
     alive: set[int] = field(default_factory=set)
@@ -146,8 +150,9 @@ class WorkerGroup:
     def signalled(self, number: int, now: float) -> list[Action]:
         """The launcher received a stop signal."""
         if self.interrupted:
-            return self._kill()
-        self.interrupted = number
+            repeats = number != signal.SIGINT and now < self.interrupted_at + REPEAT_SECONDS
+            return [] if repeats else self._kill()
+        self.interrupted, self.interrupted_at = number, now
         return self._stop(self.policy.interrupt_number if number == signal.SIGINT else number, now)
 
     def give_up(self, code: int, now: float) -> list[Action]:

@@ -97,6 +97,16 @@ def test_a_signal_is_forwarded_and_the_second_one_kills():
     assert group.interrupted == signal.SIGINT
 
 
+@pytest.mark.parametrize(("first", "second"), [(signal.SIGHUP, signal.SIGHUP), (signal.SIGTERM, signal.SIGHUP)])
+def test_two_signals_of_one_event_leave_the_workers_their_time(first, second):
+    """As where a terminal is closed: its shell and the kernel both send SIGHUP."""
+    group = running(2)
+    assert group.signalled(first, 1.0) == [Signal((0, 1), first)]
+    assert group.signalled(second, 1.1) == []
+    assert (group.interrupted, group.deadline) == (first, 31.0)
+    assert group.signalled(second, 2.5) == [Signal((0, 1), signal.SIGKILL)]
+
+
 def test_a_job_that_cannot_go_on_stops_its_workers_as_any_other_and_is_not_restarted():
     group = running(2, max_restarts=3)
     assert group.give_up(75, 1.0) == [Signal((0, 1), signal.SIGTERM)]
