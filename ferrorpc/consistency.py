@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 _DIFFERENCES_SHOWN: Final = 3
 
 
-def require_same(group: ProcessGroup, what: str, text: str) -> None:
+def require_same(group: ProcessGroup, what: str, text: str, hint: str = "") -> None:
     """Returns if all ranks call it with the same text. Collective.
 
     Args:
         what: what the text describes, for the error.
         text: the description, one fact a line.
+        hint: what to try; by default, to give every rank the same.
 
     Raises:
         CollectiveMismatchError: the texts differ. Raised on every rank; for each rank that differs from the first one it has
@@ -43,7 +44,7 @@ def require_same(group: ProcessGroup, what: str, text: str) -> None:
     raise CollectiveMismatchError(
         signatures,
         message,
-        hint=f"give every rank the same {what}, in the same order",
+        hint=hint or f"give every rank the same {what}, in the same order",
     )
 
 

@@ -193,6 +193,19 @@ def check_not_ahead(is_ahead: bool, load: str) -> None:
         )
 
 
+def require_same_step(group: ProcessGroup, steps: int) -> None:
+    """Returns if the states of all ranks are of the same step, to be called before the first step with them. Collective.
+
+    A job that is killed while each rank saves its own may leave states of different steps, or none on some ranks. Training
+    would go on from them with the same weights on all ranks, and wrong.
+
+    Raises:
+        CollectiveMismatchError: they are not; on every rank, and the group stays open.
+    """
+    hint = "load what all ranks have saved after the same step"
+    require_same(group, "states of the optimizer", f"that of step {steps}", hint)
+
+
 def check_state_layout(saved: str, own: str) -> None:
     """Raises UsageError if a sharded state is of other parameters, or of the same in other places. See `Shards.layout`."""
     for there, here in zip_longest(saved.split("\n"), own.split("\n"), fillvalue="nothing"):

@@ -15,7 +15,7 @@ from ferrorpc.ddp.parameter import is_parameter
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
-from ferrorpc.ddp.shards import Shards, check_not_ahead, check_state_layout, check_state_rank
+from ferrorpc.ddp.shards import Shards, check_not_ahead, check_state_layout, check_state_rank, require_same_step
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import interrupts_told, others_told
 from ferrorpc.group import ProcessGroup, group_given
@@ -69,6 +69,8 @@ class ZeroOptimizer:
         self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {_text(rule)}", common_gpu(self._weights, group))
         self._memory = [[np.zeros_like(shard.weights) for _ in range(rule.slots)] for shard in self._shards.shards]
         self._steps = 0
+        self._is_agreed = False
+        """Whether the states of all ranks are known to be of the same step."""
         self._is_ahead = False
         """Whether the state is a step ahead of the weights, because that step has failed."""
         if init_sync:
@@ -96,9 +98,14 @@ class ZeroOptimizer:
         Raises:
             UsageError: leaves are missing or unknown. Nothing was sent then.
             TensorMismatchError: a leaf's dtype or shape is not that of its weights. Nothing was sent then.
+            CollectiveMismatchError: ranks have loaded states of different steps, or some have loaded none; on every rank, in
+                the first step.
         """
         with interrupts_told(self._group):
             leaves = self._checked(grads)
+            if not self._is_agreed:
+                require_same_step(self._group, self._steps)
+                self._is_agreed = True
         with others_told(self._group):
             self._shards.reduce(self._weights, leaves)
             self._is_ahead = True
@@ -160,7 +167,7 @@ class ZeroOptimizer:
         else:
             self._load_whole(state)
         self._steps = int(state[_STEP])
-        self._is_ahead = False
+        self._is_agreed = self._is_ahead = False
 
     def _load_own(self, state: Mapping[str, Array]) -> None:
         check_state_rank(self._group, state[_RANK], "gather_state")

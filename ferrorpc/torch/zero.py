@@ -11,7 +11,7 @@ import torch
 from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.ddp.packing import broadcast_arrays
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
-from ferrorpc.ddp.shards import Shard, Shards, check_not_ahead, check_state_layout, check_state_rank
+from ferrorpc.ddp.shards import Shard, Shards, check_not_ahead, check_state_layout, check_state_rank, require_same_step
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup, group_given
@@ -23,6 +23,7 @@ _NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 """torch's optimizers in which the update of an element depends on others."""
 _RANK: Final = "rank"
 _LAYOUT: Final = "layout"
+_STEP: Final = "step"
 _NAME: Final = "parameter"
 
 
@@ -69,6 +70,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._group = group = group_given(group)
         hide_from_compiler()
         self._shards: list[Shards] = []
+        self._steps = 0
+        """Since the state of all parameters was loaded, or made."""
+        self._is_agreed = False
+        """Whether the states of all ranks are known to be of the same step."""
         self._is_ahead = False
         """Whether the state is a step ahead of the parameters, because that step has failed."""
         with _translated("parameters", "pass model.parameters(), or torch's dicts of such"):
@@ -103,6 +108,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: a parameter that was frozen when the optimizer was made has a gradient, or a gradient is sparse. Nothing
                 was sent then.
+            CollectiveMismatchError: ranks have loaded states of different steps, or some have loaded none; on every rank, in
+                the first step.
         """
         if closure is not None and not callable(closure):
             raise UsageError(
@@ -117,10 +124,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_not_captured(self._gpus)
         for shards, own in zip(self._shards, gradients, strict=True):
             shards.check(own)
+        if not self._is_agreed:
+            require_same_step(self._group, self._steps)
+            self._is_agreed = True
         with others_told(self._group):
             for shards, trained, own in zip(self._shards, self._trainable_groups, gradients, strict=True):
                 shards.reduce(_detached(trained), own)
             self._is_ahead = True
+            self._steps += 1
             self._inner.step()
             self._take_settings()  # it may count its steps there
             for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
@@ -145,7 +156,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_not_ahead(self._is_ahead, "load_state_dict")
         self._copy_settings()  # a scheduler may have changed them since the last step
         state: dict[str, Any] = self._inner.state_dict()
-        return state | {_RANK: [self._group.rank, self._group.size], _LAYOUT: self._layout}
+        return state | {_RANK: [self._group.rank, self._group.size], _LAYOUT: self._layout, _STEP: self._steps}
 
     def gather_state_dict(self, root: int = 0) -> dict[str, Any] | None:
         """The whole state, in the form of torch's own optimizer, on rank `root`; None elsewhere. Collective.
@@ -178,13 +189,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         _check_state(state_dict)
         if _RANK in state_dict:
             self._check_own(state_dict)
-            own = {key: value for key, value in state_dict.items() if key not in (_RANK, _LAYOUT)}
+            own = {key: value for key, value in state_dict.items() if key not in (_RANK, _LAYOUT, _STEP)}
         else:
             own = self._sharded(state_dict)
         with _translated("the state", "give this optimizer the same groups of parameters"):
             self._inner.load_state_dict(own)
         self._take_settings()
-        self._is_ahead = False
+        self._steps = _steps_of(state_dict)
+        self._is_agreed = self._is_ahead = False
 
     def _check_own(self, state_dict: dict[str, Any]) -> None:
         check_state_rank(self._group, state_dict[_RANK], "gather_state_dict")
@@ -305,6 +317,14 @@ def _check_state(state: Any) -> None:
 def _by_parameter(state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """The state of each parameter, without what an optimizer keeps for all of them under names of its own."""
     return {key: value for key, value in state_dict["state"].items() if isinstance(key, int)}
+
+
+def _steps_of(state_dict: dict[str, Any]) -> int:
+    """How many steps a state has taken: what `state_dict` counted; in one of torch's own, what its optimizer counts, or 0."""
+    if _STEP in state_dict:
+        return int(state_dict[_STEP])
+    counts = [state["step"] for state in _by_parameter(state_dict).values() if "step" in state]
+    return max((int(count) for count in counts if not is_per_element(count)), default=0)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

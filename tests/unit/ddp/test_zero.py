@@ -402,3 +402,26 @@ def read_only(count: int) -> np.ndarray:
 def test_what_could_not_be_updated_is_refused_before_anything_is_sent(weights, rule, message: str):
     with pytest.raises(UsageError, match=message):
         run_world(2, lambda group: ZeroOptimizer(weights, group, rule))
+
+
+@pytest.mark.parametrize("steps", [(3, 2), (3, 0)], ids=["older", "none"])
+def test_states_of_different_steps_are_refused_by_the_first_step(steps: tuple[int, int]) -> None:
+    """As those of a job that was killed while its ranks saved. All ranks would train on with the same, wrong weights."""
+
+    def body(group):
+        weights, states = tree(0), []
+        optimizer = ZeroOptimizer(weights, group, Adam(0.01))
+        for step in range(3):
+            states.append(optimizer.state())
+            optimizer.step(grads(group.rank, step))
+        states.append(optimizer.state())
+        resumed = ZeroOptimizer(weights, group, Adam(0.01))
+        if steps[group.rank]:
+            resumed.load_state(states[steps[group.rank]])
+        with pytest.raises(CollectiveMismatchError, match=f"rank 1 has 'that of step {steps[1]}'.* 'that of step 3'"):
+            resumed.step(grads(group.rank, 3))
+        resumed.load_state(states[3])  # the group is open
+        resumed.step(grads(group.rank, 3))
+        return repr(resumed).endswith("step 4>")
+
+    assert run_world(2, body) == [True, True]

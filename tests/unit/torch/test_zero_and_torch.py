@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from ferrorpc.errors import GroupAbortedError, UsageError
+from ferrorpc.errors import CollectiveMismatchError, GroupAbortedError, UsageError
 from ferrorpc.testing import run_world
 
 torch = pytest.importorskip("torch")
@@ -241,3 +241,36 @@ def test_settings_are_those_that_the_optimizer_has_made_of_what_it_was_given():
         return optimizer.param_groups[0]["lr"], parameter.tolist()
 
     assert run_world(2, body) == [(0.25, [-0.25] * 3)] * 2
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["own", "gathered"])
+@pytest.mark.parametrize("of_step", [(3, 2), (3, 0)], ids=["older", "none"])
+def test_states_of_different_steps_are_refused_by_the_first_step(of_step, whole):
+    initial = torch.nn.Linear(3, 2)
+
+    def body(group):
+        net, states = copy.deepcopy(initial), []
+
+        def train(optimizer):
+            optimizer.zero_grad()
+            net(torch.ones(2, 3)).pow(2).mean().backward()
+            optimizer.step()
+
+        def save(optimizer):
+            gathered = [optimizer.gather_state_dict(root) for root in range(2)] if whole else []
+            states.append(copy.deepcopy(gathered[group.rank] if whole else optimizer.state_dict()))
+
+        optimizer = ZeroOptimizer(net.parameters(), torch.optim.AdamW, group, lr=0.1)
+        for _ in range(3):
+            save(optimizer)
+            train(optimizer)
+        save(optimizer)
+        resumed = ZeroOptimizer(net.parameters(), torch.optim.AdamW, group, lr=0.1)
+        if of_step[group.rank]:
+            resumed.load_state_dict(states[of_step[group.rank]])
+        with pytest.raises(CollectiveMismatchError, match=f"rank 1 has 'that of step {of_step[1]}'.* 'that of step 3'"):
+            train(resumed)
+        resumed.load_state_dict(states[3])  # the group is open
+        train(resumed)
+
+    run_world(2, body)
