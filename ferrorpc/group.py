@@ -58,7 +58,7 @@ class ProcessGroup(Collectives):
     """
 
     def __init__(self, backend: Backend, timeout: float | None = None) -> None:
-        super().__init__(_backend_given(backend), seconds_of(timeout, backend.timeout))
+        super().__init__(_backend_given(backend), seconds_of(timeout, seconds_of(backend.timeout, 60.0)))
         self._subgroups = 0
         self._is_ending = False
         """Whether a thread is just closing it, or replacing it by its successor."""
@@ -263,9 +263,8 @@ class ProcessGroup(Collectives):
 
         Args:
             timeout: seconds until the others have come; None for the group's. At most three quarters of them (on GPUs, seven
-                eighths) go to what is in flight here and in subgroups, and to what peers have not received yet. A recv that has
-                no message after 0.4 s raises GroupClosedError. Connecting to the others afterwards has the timeouts of
-                `init_process_group`.
+                eighths) go to what is in flight here and in subgroups, a recv that nobody answers included, and to what peers
+                have not received yet. Connecting to the others afterwards has the timeouts of `init_process_group`.
 
         Raises:
             RendezvousTimeoutError: naming who is missing. It may be called again, as after Ctrl-C; operations of this group
@@ -319,9 +318,9 @@ class ProcessGroup(Collectives):
         returned or its Work is done, still arrives. A peer's recv without a message raises PeerLostError there alone.
 
         It takes under a second once the generation has ended; otherwise as long as peers need to receive what was sent, up to
-        60 s (it logs for whom it waits, and that it gave up), and as long as the GPU needs for results that calls have
-        returned. A rank that closes first fails only operations that still need it. A script that ends without it closes too,
-        but waits for no rank that is stalled or suspect.
+        60 s (it logs for whom it waits, and that it gave up), as long as the GPU needs for results that calls have returned,
+        and up to 10 s while the coordinator can be reached but does not answer. A rank that closes first fails only operations
+        that still need it. A script that ends without it closes too, but waits for no rank that is stalled or suspect.
 
         Closing a subgroup leaves the world open. A recv in which another thread still waits raises GroupClosedError, and what
         was sent and not received is dropped; other operations in flight go on, because peers may need them. A peer that still

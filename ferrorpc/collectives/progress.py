@@ -351,7 +351,7 @@ class Progress:
         if latch.ended_here:  # which is reported already, and is no local matter of this operation
             error = latch.ended_here[0].again()
         elif not breaks(entry.execution, error):
-            self._end(entry, error)
+            self._end(entry, error.again())  # without its traceback, which would keep the arrays of the operation alive
             return
         if latch.cause is not None:
             self._end(entry, latch.cause.again())

@@ -24,8 +24,8 @@ class Activity:
     """Counters of one generation, which operations update and heartbeats report.
 
     Any thread may update them, without a lock: a lost addition does no harm. The methods are cheap, because some are called for
-    every operation. Only the main thread's time in operations counts: another one may wait all the time, as for a message that
-    ends the job.
+    every operation. Only the main thread's time in operations counts, and that of training steps: another thread may wait all
+    the time, as for a message that ends the job.
 
     Attributes:
         operations: how many operations have begun.
@@ -63,14 +63,22 @@ class Activity:
             self._operation_seconds += seconds
 
     @contextmanager
-    def waiting(self, clock: Clock) -> Iterator[None]:
-        """A context in which the calling thread waits."""
-        began = clock.now()
-        self.operating(began)
+    def waiting(self, clock: Clock, *, in_training: bool = False) -> Iterator[None]:
+        """A context in which the calling thread waits.
+
+        Args:
+            in_training: for the gradients of a training step, which counts on whichever thread: on GPUs a backward pass ends on
+                one of its own, and the main thread waits for that.
+        """
+        began, counts = clock.now(), in_training or get_ident() == self._main_thread
+        if counts:
+            self._since = began
         try:
             yield
         finally:
-            self.operated(clock.now() - began)
+            if counts:
+                self._since = None
+                self._operation_seconds += clock.now() - began
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
         """Counts a training step."""

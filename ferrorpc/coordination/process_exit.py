@@ -23,7 +23,8 @@ from ferrorpc.exit_codes import exit_code_of
 from ferrorpc.generation_errors import SPAWN_HINT, reason_of
 from ferrorpc.tracebacks import shortened
 
-LEAVE_ALL_SECONDS: Final = 2.0
+LEAVE_ALL_SECONDS: Final = 12.0
+"""For all sessions together. One takes under a second, unless its coordinator is there and does not answer."""
 
 _log = logging.getLogger("ferrorpc.coordination")
 

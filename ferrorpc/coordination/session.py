@@ -238,8 +238,8 @@ class RemoteSession(Session):
         had_ended = self._connection.ended_by is not None
         began = self.clock.now()
         try:
-            has_ended = self.membership.latch.cause is not None  # so nobody needs to know
-            while_up = 0.0 if has_ended else LEAVE_WHILE_UP_SECONDS
+            is_needed = generation and self.membership.latch.cause is None
+            while_up = LEAVE_WHILE_UP_SECONDS if is_needed else 0.0
             answer = self._connection.try_ask("leave", LEAVE_SECONDS, while_up=while_up, leave=request)
             if answer is None and generation and not had_ended:
                 _log.warning(

@@ -18,9 +18,9 @@ from ferrorpc.errors import UsageError
 from ferrorpc.failure import interrupts_told
 from ferrorpc.group import ProcessGroup, group_given
 
-PASSES_UNTIL_WARNED: Final = 32
+PASSES_UNTIL_WARNED: Final = 100
 """After so many forward passes in training without `sync_gradients` the call was probably forgotten. Some are usual before the
-first call, where users accumulate the gradients of several batches, also without no_sync."""
+first call, where users accumulate the gradients of several batches, also without no_sync, or try the module first."""
 _log = logging.getLogger("ferrorpc.ddp")
 
 
@@ -96,6 +96,8 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
     ) -> None:
         self.module: Module = module
         self._passes = 0
+        self._trains = True
+        """Its mode as far as this wrapper has set it, for modules that do not tell."""
         group = group_given(group)
         check_unwrapped(module)
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
@@ -125,7 +127,7 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the object. It calls the module itself if it is callable, so that the module's hooks run."""
-        if self._replica.syncs and getattr(self.module, "training", True):
+        if self._replica.syncs and getattr(self.module, "training", self._trains):
             self._passes += 1
             if self._passes == PASSES_UNTIL_WARNED:
                 self._warn_if_never_averaged()
@@ -136,13 +138,15 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         """Warns if nothing was averaged yet: with torch's own wrapper `backward()` does that."""
         if self._replica.reducer.begun == 0 and self._replica.group.size > 1:
             _log.warning(
-                "%d forward passes in training mode and no sync_gradients() yet, so every rank trains alone: call it before "
-                "each step of the optimizer, or use ferrorpc.torch.DistributedDataParallel, which averages during backward()",
+                "%d forward passes in training mode and no sync_gradients() yet: unless there was no step of the optimizer "
+                "either, every rank trains alone. Call it before each step, or use ferrorpc.torch.DistributedDataParallel, "
+                "which averages during backward()",
                 self._passes,
             )
 
     def train(self, mode: bool = True) -> Self:
         """Puts the module into training mode."""
+        self._trains = mode
         if mode:
             self.module.train()
         else:
@@ -151,6 +155,7 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
 
     def eval(self) -> Self:
         """Puts the module into evaluation mode."""
+        self._trains = False
         self.module.eval()
         return self
 

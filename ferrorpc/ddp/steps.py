@@ -82,7 +82,7 @@ class Steps:
 
     def waiting(self, clock: Clock) -> AbstractContextManager[None]:
         """A context for the wait for the means. The coordinator is told that this rank waits."""
-        return nullcontext() if self._activity is None else self._activity.waiting(clock)
+        return nullcontext() if self._activity is None else self._activity.waiting(clock, in_training=True)
 
     def add(self, step: Step) -> None:
         """Adds a finished step."""

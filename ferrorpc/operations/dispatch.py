@@ -46,7 +46,7 @@ PREPARED_CALLS: Final = 1024
 """How many prepared calls are cached. Beyond that the oldest is dropped."""
 
 OWN_WORK_SECONDS: Final = 0.4
-"""How long close() waits for operations in flight, and reform() for recvs that have no message."""
+"""How long close() waits for operations in flight."""
 
 
 class Dispatch:
@@ -422,21 +422,19 @@ class Dispatch:
         self._family[subgroup.backend.group_id] = subgroup
 
     def drain(self, seconds: float, error: GroupClosedError | None = None) -> None:
-        """Waits until nothing of this group, and of a world's subgroups, is in flight, at most so many seconds.
-
-        After OWN_WORK_SECONDS recvs that have no message fail, as perhaps nobody ever sends. Nobody has to look at that.
+        """Waits until nothing of this group, and of a world's subgroups, is in flight, at most so many seconds. Recvs that have
+        no message by then fail, and nobody has to look at that.
 
         Args:
             error: what they fail with; None for that of a closed group.
         """
         clock, members = self.backend.clock, self._members() if self.is_world else [self]
-        works, began = [work for dispatch in members for work in list(dispatch._in_flight.values())], clock.now()
-        await_all(works, clock, began + min(seconds, OWN_WORK_SECONDS))
+        works = [work for dispatch in members for work in list(dispatch._in_flight.values())]
+        await_all(works, clock, clock.now() + seconds)
         error = error or self._closing
         error.mark_shown()
         withdrawn = [work for work in works if (withdraw := work.withdraw) is not None and withdraw(error)]
         await_all(withdrawn, clock, clock.now() + OWN_WORK_SECONDS)  # no longer than a thread needs to end them
-        await_all(works, clock, began + seconds)
 
     def _members(self) -> list[Dispatch]:
         """Those of the family now: a list, because another thread may make a subgroup."""

@@ -184,6 +184,6 @@ def into_whole(out: Any, size: int, device_arrays: bool = False) -> Into:
 def _misfit(specs: Sequence[TensorSpec], outs: Sequence[TensorSpec], label: object, is_split: bool) -> TensorMismatchError:
     found, out = next(pair for pair in zip(specs, outs, strict=True) if pair[0] != pair[1])
     what, hint = "the part of out for it" if is_split else "out", "pass one that fits, or leave out= away"
-    if is_split and out.dtype == found.dtype:
+    if is_split and out.dtype == found.dtype and out.shape[1:] == found.shape:
         hint = "an array is split along axis 0 like the input; for a row of each rank pass out=list(rows)"
     return TensorMismatchError(f"{label} gave {found}, but {what} is {out}", hint=hint)

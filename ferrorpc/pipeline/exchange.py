@@ -124,7 +124,7 @@ class Exchange:
         except CollectiveTimeoutError as error:
             raise self._timed_out(f"{transfer} of rank {self._group.world_ranks[source]}", source) from error
         except PeerLostError as error:  # perhaps only this rank knows, and the others wait for it
-            raise self._group.fail(error) from None
+            raise self._group.fail(PeerLostError(error.rank, error.reason)) from None
         self._expect_next()
         message, wanted = parse(raw), self._envelope(transfer)
         if message.envelope != wanted:

@@ -152,6 +152,7 @@ def test_of_what_an_optimizer_had_begun_when_it_was_interrupted_nobody_hears_tha
         optimizer = ferrorpc.ZeroOptimizer(
             {"v": LONG.copy(), "w": LONG.copy()}, group, ferrorpc.rules.SGD(0.1), bucket_cap_mb=1
         )
+        optimizer.step({"v": LONG, "w": LONG})
         latch, clock = group._backend.latch, group.session.clock
         if group.rank == 0:
             interrupt_at(monkeypatch, Shard, "extract", is_struck=True)
