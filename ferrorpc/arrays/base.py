@@ -184,7 +184,7 @@ class Kind(ABC):
 
     @abstractmethod
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
-        """A writable array of this kind with the elements of `data` (C-contiguous, storage dtype), which owns its memory.
+        """A writable array of this kind with the elements of `data` (C-contiguous, storage dtype), in memory of its own.
 
         The memory of `data` is used if `data` owns it; it belongs to the result from then on.
         """

@@ -38,9 +38,7 @@ class NumpyKind(Kind):
         return Out(x, spec, array.view(np.uint16) if dtype is DType.BFLOAT16 else array)
 
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
-        if spec.dtype is DType.BFLOAT16:
-            return self.typed(data.reshape(spec.shape), spec).copy()  # a view would not own its memory
-        return owned_array(data, spec)
+        return self.typed(owned_array(data, spec), spec)  # NumPy gives memory another dtype only in a view
 
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
         return self.typed(data.reshape(spec.shape), spec)

@@ -92,6 +92,17 @@ def test_wrap_takes_over_an_array_that_owns_its_memory_and_copies_others():
     assert NUMPY.wrap(message, TensorSpec(DType.FLOAT64, (6,))).flags.writeable
 
 
+def test_wrap_takes_over_the_memory_of_a_bfloat16_array_that_owns_it_and_copies_others():
+    data, spec = np.arange(6, dtype=np.uint16), TensorSpec(DType.BFLOAT16, (6,))
+    taken, copied = NUMPY.wrap(data, spec), NUMPY.wrap(data[:], spec)
+    assert taken.base is data
+    assert not np.shares_memory(copied, data)
+    for found in (taken, copied):
+        assert found.dtype == ml_dtypes.bfloat16
+        assert found.flags.writeable
+        assert found.view(np.uint16).tolist() == data.tolist()
+
+
 def test_empty_gives_the_wanted_array():
     assert NUMPY.empty((2, 3), DType.INT16).dtype == np.int16
     assert NUMPY.empty((0,), DType.BFLOAT16).dtype == ml_dtypes.bfloat16
