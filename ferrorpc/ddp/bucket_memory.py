@@ -256,7 +256,7 @@ class HostBucketMemory(BucketMemory):
             np.copyto(target, self.place(slot).reshape(slot.spec.shape))
 
     def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
-        return [kinds[slot.name].wrap(self.save(slot).reshape(slot.spec.shape), slot.spec) for slot in slots]
+        return [kinds[slot.name].wrap(self.place(slot).reshape(slot.spec.shape), slot.spec) for slot in slots]
 
     def restore(self, slot: Slot, saved: Array) -> None:
         self.place(slot)[...] = saved

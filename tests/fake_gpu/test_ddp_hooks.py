@@ -82,7 +82,7 @@ def test_with_a_hook_that_works_there_buckets_lie_on_the_host_and_means_still_co
         assert {type(memory) for memory in sync._reducer.memory} == {HostBucketMemory}
         plain = ferrorpc.GradientSynchronizer(like, group)
         assert {type(memory) for memory in plain._reducer.memory} == {DeviceBucketMemory}
-        found = sync({"a": cupy.asarray(np.full(300, 2.0 * group.rank, np.float32))})["a"]
+        found, _ = (sync({"a": cupy.asarray(np.full(300, scale * group.rank, np.float32))})["a"] for scale in (2.0, 6.0))
         assert type(found) is cupy.ndarray
         return float(found[299])
 

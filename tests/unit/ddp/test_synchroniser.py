@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import tracemalloc
 from contextlib import suppress
 from functools import reduce
 from typing import NamedTuple
@@ -442,3 +443,19 @@ def test_anything_with_a_shape_and_a_dtype_is_a_spec():
             GradientSynchronizer({"w": Outline((3,), "U7")}, group)
 
     run_world(2, body)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_mean_is_copied_out_of_its_bucket_once(dtype):
+    def body(group):
+        grads = {"a": np.ones((512, 1024), dtype)}
+        sync = GradientSynchronizer(grads, group)
+        sync(grads)
+        tracemalloc.start()
+        try:
+            mean = sync(grads)["a"]
+            return tracemalloc.get_traced_memory()[1] / mean.nbytes
+        finally:
+            tracemalloc.stop()
+
+    assert run_world(1, body)[0] < 1.5
