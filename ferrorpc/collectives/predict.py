@@ -21,9 +21,11 @@ Cost: about 80 us for each chunk of each message.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from ferrorpc.collectives.algorithms.algorithm import Algorithm
@@ -153,6 +155,10 @@ class _Done(NamedTuple):
     step: int
 
 
+_START: Final = attrgetter("start")
+_STOP: Final = attrgetter("stop")
+
+
 class _Rank:
     """One rank's plan, as far as it has been turned into steps."""
 
@@ -211,7 +217,9 @@ class _Rank:
         found: set[int] = set()
         for action, began, low, high, start in self._needs[self.at]:
             low, high = max(start + first, low) - began, min(start + last, high) - began
-            found.update(done.step for done in self._done[action] if done.start < high and low < done.stop)
+            done = self._done[action]  # in order, and thousands where a message is large
+            overlap = slice(bisect_right(done, low, key=_STOP), bisect_left(done, high, key=_START))
+            found.update(each.step for each in done[overlap])
         return found
 
     def _send(self, steps: StepSimulation, action: Send) -> list[_Chunk]:

@@ -10,7 +10,7 @@ from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, CHUNK_BYTES
 from ferrorpc.collectives.algorithms.plan import Buffer, FoldOwn, Load, Plan, Quantise, Receive, Region, Send
 from ferrorpc.collectives.call import Call, Operation, example
-from ferrorpc.collectives.predict import CHUNKS_MAX, predict
+from ferrorpc.collectives.predict import CHUNKS_MAX, _Rank, predict
 from ferrorpc.collectives.select import DEFAULT_TUNING, seconds
 from ferrorpc.collectives.step_simulation import OUTWARDS
 from ferrorpc.collectives.tuning import Tuning
@@ -164,6 +164,26 @@ def test_never_are_more_steps_under_way_than_there_are_processors_or_lanes():
         beside = [other for begun, ended, other in spans if begun <= start < ended - 1e-12]
         assert len(beside) <= 2
         assert sum(other.place == step.place for other in beside) == 1
+
+
+@pytest.mark.parametrize("operation", list(Operation))
+def test_a_chunk_waits_for_what_a_scan_of_all_chunks_finds(operation, monkeypatch):
+    def scan(rank, first, last):
+        found = set()
+        for action, began, low, high, start in rank._needs[rank.at]:
+            low, high = max(start + first, low) - began, min(start + last, high) - began
+            found.update(done.step for done in rank._done[action] if done.start < high and low < done.stop)
+        return found
+
+    def steps():
+        every = [
+            (found, nbytes) for found in Tuning(hosts=(0, 0, 1, 1, 1)).algorithms_of(operation) for nbytes in (44, 64 * MIB)
+        ]
+        return [predict(found, example(operation.value, nbytes, 5), 5, COSTS).steps.all for found, nbytes in every]
+
+    quick = steps()
+    monkeypatch.setattr(_Rank, "_before", scan)
+    assert quick == steps()
 
 
 LOOSE = {"tree", "pairwise", "scatter_all_gather", "bruck", "hierarchical"}
