@@ -7,9 +7,13 @@ from operator import index
 from typing import Final
 
 from ferrorpc.errors import InvalidRankError, MessageTooLargeError, UsageError, require
-from ferrorpc.wire.limits import KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, VALID_KEY, VALUE_BYTES_MAX
+from ferrorpc.wire.limits import FRAME_BYTES_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, VALID_KEY, VALUE_BYTES_MAX
 
 BINDINGS: Final = ("job", "session", "generation")
+_REQUEST_BYTES: Final = 64
+"""At least the bytes of a request without its keys."""
+_LENGTH_BYTES: Final = 3
+"""What a request needs at most beside the bytes of each key."""
 
 
 def check_key(key: str) -> None:
@@ -29,13 +33,15 @@ def check_key(key: str) -> None:
 
 
 def check_keys(keys: str | Iterable[str]) -> list[str]:
-    """Several keys, or a single one. Raises as `check_key`."""
+    """Several keys, or a single one. Refuses more than fit into a request of 256 KiB, and raises as `check_key`."""
     try:
         found = [keys] if isinstance(keys, str) else list(keys)
     except TypeError:  # an array without dimensions, too
         raise UsageError(f"{keys!r} is no list of keys", hint="pass one, such as ['run/lr']") from None
     for key in found:
         check_key(key)
+    request_bytes = _REQUEST_BYTES + sum(len(key) + _LENGTH_BYTES for key in found)
+    require(f"the bytes of {len(found)} keys", request_bytes, "frame_bytes", FRAME_BYTES_MAX, MessageTooLargeError)
     return found
 
 
@@ -50,6 +56,14 @@ def check_value(value: bytes) -> bytes:
     found = _bytes_of(value, "a store holds")
     require("the bytes of a value", len(found), "value_bytes", VALUE_BYTES_MAX, MessageTooLargeError)
     return found
+
+
+def check_values(expected: bytes | None, value: bytes) -> tuple[bytes | None, bytes]:
+    """The bytes of the two values of a compare_set. Refuses more than 1 MiB together, and raises as `check_value`."""
+    wanted, found = None if expected is None else check_value(expected), check_value(value)
+    both = len(wanted or b"") + len(found)
+    require("the bytes of both values of a compare_set", both, "value_bytes", VALUE_BYTES_MAX, MessageTooLargeError)
+    return wanted, found
 
 
 def check_payload(payload: bytes) -> bytes:

@@ -118,9 +118,8 @@ class LocalStore(Store):
 
     def compare_set(self, key: str, expected: bytes | None, value: bytes, *, bind: str = "job") -> bool:
         limits.check_key(key)
-        value = limits.check_value(value)
+        wanted, value = limits.check_values(expected, value)
         limits.check_binding(bind)
-        wanted = None if expected is None else limits.check_value(expected)
         with self._request():
             swapped = self._keyspace.values.get(key) == wanted
             if swapped:

@@ -74,13 +74,14 @@ class RemoteStore(Store):
         return self._write(f"store.add({key!r})", add=operation).number
 
     def compare_set(self, key: str, expected: bytes | None, value: bytes, *, bind: str = "job") -> bool:
-        limits.check_binding(bind)
         limits.check_key(key)
+        wanted, value = limits.check_values(expected, value)
+        limits.check_binding(bind)
         operation = wire.CompareSetOperation(
             key=key,
-            expected=b"" if expected is None else limits.check_value(expected),
-            expect_absent=expected is None,
-            value=limits.check_value(value),
+            expected=wanted or b"",
+            expect_absent=wanted is None,
+            value=value,
             binding=wire.KEY_BINDING_UNSPECIFIED if bind == "job" else _BINDING[bind],
         )
         return self._write(f"store.compare_set({key!r})", compare_set=operation).found

@@ -180,6 +180,23 @@ def test_what_passes_a_limit_is_refused_and_changes_nothing(stores):
     assert stores[1].get("k" * 512) == bytes(1 << 20)
 
 
+def test_the_values_of_a_compare_set_together_are_as_large_as_one_value(stores):
+    most = bytes((1 << 20) - 1)
+    stores[0].set("big", most)
+    with pytest.raises(MessageTooLargeError, match=r"both values .* would be 1048577, the limit value_bytes is 1048576"):
+        stores[0].compare_set("big", most, b"12")
+    assert stores[0].compare_set("big", most, b"1")
+
+
+def test_the_keys_of_a_wait_fit_into_one_request(stores):
+    keys = [f"{number:0500}" for number in range(600)]
+    with pytest.raises(MessageTooLargeError, match=r"the bytes of 600 keys would be .*, the limit frame_bytes is 262144"):
+        stores[0].wait(keys, timeout=0)
+    for each in (keys[:520], ["k"] * 65_520):  # nearly as many as fit
+        with pytest.raises(StoreTimeoutError):
+            stores[0].wait(each, timeout=0)
+
+
 @pytest.mark.parametrize("key", ["", "two words", "tab\t", "ключ"])
 def test_a_key_outside_the_alphabet_is_refused(stores, key):
     with pytest.raises(UsageError):
