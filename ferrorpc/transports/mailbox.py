@@ -282,7 +282,8 @@ class Mailbox:
             return []
         place = (frame.key.group, frame.source, frame.header.slot)
         inbound = self._inbound.get(place)
-        is_awaited = inbound is not None and inbound.is_awaited(frame.key.number)
+        # What follows the eager chunks was granted, or `put` refuses it: a recv has asked for it, though it may have given up.
+        is_awaited = frame.offset >= EAGER_BYTES or (inbound is not None and inbound.is_awaited(frame.key.number))
         size_bytes = 0 if is_awaited else self._count_unexpected(frame)
         return self._inbound_of(place).put(frame, size_bytes)
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from ferrorpc.collectives.point_to_point import SEND, RecvExecution, SendExecution, SendQueues
-from ferrorpc.errors import CollectiveTimeoutError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError
 from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
-from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES
+from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.transports.point_to_point import ANY_NUMBER
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
@@ -30,6 +31,12 @@ class Sender:
         made = SendExecution(self.lane, 0, self.lines, data, TensorSpec(DType.UINT8, (size,)), 1, tag, guard)
         made.wake = lambda: None
         return made
+
+
+def recv_on(lane: Lane) -> RecvExecution:
+    made = RecvExecution(lane, 0, 1, 0, None, None, Guard(SYSTEM_CLOCK, Latch(), 30.0))
+    made.wake = lambda: None
+    return made
 
 
 @pytest.fixture
@@ -117,21 +124,34 @@ def test_no_tag_is_remembered_once_its_messages_have_been_taken_or_nobody_waits_
 def test_a_message_that_comes_as_its_recv_gives_up_is_for_the_next_one(size: int) -> None:
     """Another thread may have put it together before the driver looks at the time."""
     lane, key = Lane(0), Key(0, POINT_TO_POINT, 1)
-
-    def receive() -> RecvExecution:
-        made = RecvExecution(lane, 0, 1, 5, None, None, Guard(SYSTEM_CLOCK, Latch(), 30.0))
-        made.wake = lambda: None
-        return made
-
-    late = receive()
+    late, following = recv_on(lane), recv_on(lane)
     assert not late.advance()
-    lane.mailbox.deliver(Frame(key, 1, Header(5, "send", DType.UINT8, (size,), size), 0, memoryview(bytes(range(size)))))
+    lane.mailbox.deliver(Frame(key, 1, Header(0, "send", DType.UINT8, (size,), size), 0, memoryview(bytes(range(size)))))
     late.finish()
-    following = receive()
     assert following.advance()
     assert following.results[0].tolist() == list(range(size))
     following.finish()
     assert not lane.mailbox._inbound
+
+
+def test_what_a_recv_has_asked_for_comes_although_it_gave_up_and_there_is_more_than_may_come_unasked() -> None:
+    lane, total = Lane(0), 2 * EAGER_BYTES + CHUNK_BYTES
+    reported: list[FerroError] = []
+    lane.mailbox = Mailbox(0, reported.append, EAGER_BYTES)
+
+    def arrive(first: int, last: int) -> None:
+        header = Header(0, SEND, DType.UINT8, (total,), total)
+        for offset in range(first, last, CHUNK_BYTES):
+            lane.mailbox.deliver(Frame(Key(0, POINT_TO_POINT, 1), 1, header, offset, memoryview(bytes(CHUNK_BYTES))))
+
+    late, following = recv_on(lane), recv_on(lane)
+    assert not late.advance()
+    arrive(0, EAGER_BYTES)
+    late.finish()
+    arrive(EAGER_BYTES, total)
+    assert reported == []
+    assert following.advance()
+    assert following.results[0].size == total
 
 
 def test_a_recv_that_was_interrupted_when_its_message_was_taken_can_go_on(
@@ -139,8 +159,7 @@ def test_a_recv_that_was_interrupted_when_its_message_was_taken_can_go_on(
 ) -> None:
     """A waiting thread advances it, and after an interrupt the progress thread does."""
     mailbox, spec = sender.lane.mailbox, TensorSpec(DType.UINT8, (4,))
-    recv = RecvExecution(sender.lane, 0, 1, 0, None, None, Guard(SYSTEM_CLOCK, Latch(), 30.0))
-    recv.wake = lambda: None
+    recv = recv_on(sender.lane)
     frame = Frame(Key(0, POINT_TO_POINT, 1), 1, Header(0, SEND, spec.dtype, spec.shape, 4), 0, memoryview(b"abcd"))
     mailbox.deliver(frame)
     take = mailbox.take
@@ -163,8 +182,7 @@ def test_a_recv_asks_about_its_own_message_once_that_has_begun_and_nothing_once_
     """Its thread may be held up between its last look and the question, while the message comes and its sender leaves."""
     lane, spec, asked = Lane(0), TensorSpec(DType.UINT8, (4,)), list[int]()
     monkeypatch.setattr(lane, "probe", lambda peer, key, signature: asked.append(key.number))
-    recv = RecvExecution(lane, 0, 1, 0, None, None, Guard(SYSTEM_CLOCK, Latch(), 30.0))
-    recv.wake = lambda: None
+    recv = recv_on(lane)
     assert not recv.advance()
     recv.probe()
     for offset in (0, 2):
