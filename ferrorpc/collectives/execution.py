@@ -9,7 +9,7 @@ messages arrive.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -206,26 +206,38 @@ def describe_absent(rank: int, signature: str, number: int) -> str:
     return f"rank {rank} (not there yet: {last})"
 
 
-def hint_about(ranks: Iterable[int], transport: Transport, otherwise: str | None = None) -> str | None:
-    """What to try where these world ranks do not come: about a link that was lost, or about a rank that no lane has reached."""
+def hint_about(
+    ranks: Iterable[int], transport: Transport, otherwise: str | None = None, under_way: Container[int] = ()
+) -> str | None:
+    """What to try where these world ranks do not come: about a link that was lost, or about a rank that no lane has reached.
+
+    Args:
+        under_way: ranks whose data flows, so that whether a lane has reached them is beside the point.
+    """
     lost, unreached = transport.lost(), transport.unreached()
     if any(rank in lost for rank in ranks):
         return _LOST_HINT
-    return _UNREACHED_HINT if any(rank in unreached for rank in ranks) else otherwise
+    return _UNREACHED_HINT if any(rank in unreached and rank not in under_way for rank in ranks) else otherwise
 
 
 def deadline_error(
-    execution: Execution, describe: Describe, *, barrier: bool = False, transport: Transport | None = None
+    execution: Execution,
+    describe: Describe,
+    *,
+    barrier: bool = False,
+    transport: Transport | None = None,
+    under_way: Container[int] = (),
 ) -> FerroError:
     """The error of an operation whose deadline has passed: which ranks it waits for, and what is known of them.
 
     Args:
         transport: its lanes to them; None where it waits for something else.
+        under_way: as for `hint_about`.
     """
     waiting = execution.waiting_on()
     sentences = f"after {execution.guard.seconds:g} s, {execution.explain()}", describe(waiting)
     kind = BarrierTimeoutError if barrier else CollectiveTimeoutError
-    hint = None if transport is None else hint_about(waiting, transport)
+    hint = None if transport is None else hint_about(waiting, transport, under_way=under_way)
     return kind(waiting, "; ".join(filter(None, sentences)), hint=hint)
 
 

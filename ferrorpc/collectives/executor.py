@@ -320,9 +320,29 @@ class PlanExecution(EventDrivenExecution):
     def waiting_on(self) -> list[int]:
         due = self._due()
         answers = self._box.answers if self._box is not None else {}
-        lost = self._transport.lost()
-        guilty = [rank for rank in due if rank in lost or rank not in answers or answers[rank].standing == ABSENT]
+        lost, under_way = self._transport.lost(), self._under_way()
+        absent = [rank for rank in due if rank not in answers or answers[rank].standing == ABSENT]
+        guilty = [rank for rank in due if rank in lost or (rank in absent and rank not in under_way)]
         return guilty or due
+
+    def _under_way(self) -> dict[int, str]:
+        """World rank of each peer whose data flows -> how much has gone or come, as text.
+
+        Such a peer is in the operation, whatever it answered before: it is not asked while messages still come.
+        """
+        box, found = self._box, dict[int, str]()
+        if box is None:
+            return found
+        for index, task in enumerate(self._layout.tasks):
+            outgoing = self._outgoing.get(index)
+            progress = "" if outgoing is None else outgoing.progress(box)
+            if progress and isinstance(task, Send):
+                found[self._layout.ranks[task.peer]] = progress
+        for place in self._layout.takers:
+            queue = box.frames.get(place)
+            if queue is not None and not queue.is_complete:
+                found[place[0]] = queue.progress
+        return found
 
     def probe(self) -> None:
         if self.moved():
@@ -332,12 +352,14 @@ class PlanExecution(EventDrivenExecution):
 
     def explain(self) -> str:
         answers = self._box.answers if self._box is not None else {}
-        unreached, lost = self._transport.unreached(), self._transport.lost()
+        unreached, lost, under_way = self._transport.unreached(), self._transport.lost(), self._under_way()
         parts = []
         for rank in self.waiting_on():
             answer = answers.get(rank)
             if rank in lost:
                 parts.append(f"rank {rank} ({describe_lost_link(lost[rank])})")
+            elif rank in under_way:
+                parts.append(f"rank {rank} ({under_way[rank]})")
             elif answer is None:
                 parts.append(f"rank {rank} ({unreached.get(rank, 'no answer yet')})")
             elif answer.standing == ABSENT:
@@ -350,7 +372,9 @@ class PlanExecution(EventDrivenExecution):
 
     def timeout_error(self) -> FerroError:
         is_barrier = self._layout.rules.call.operation is Operation.BARRIER
-        return deadline_error(self, self._layout.describe, barrier=is_barrier, transport=self._transport)
+        return deadline_error(
+            self, self._layout.describe, barrier=is_barrier, transport=self._transport, under_way=self._under_way()
+        )
 
     def leave(self) -> None:
         if self._box is not None:

@@ -57,6 +57,12 @@ class OutgoingMessage:
         self.done = last
         return True
 
+    def progress(self, box: Box) -> str:
+        """How much has been sent, as text; "" before the receiver has granted it, as that may not be there."""
+        if (self._peer, self._header.slot) not in box.granted:
+            return ""
+        return f"{self._offset(self.done)} of {self._header.total} bytes are on their way"
+
     def _step(self) -> int:
         return CHUNK_BYTES // self.values.itemsize
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from abc import abstractmethod
 from collections import deque
 from typing import Any, Final
 
@@ -94,18 +95,29 @@ class _PointToPoint(EventDrivenExecution):
     def waiting_on(self) -> list[int]:
         return [] if self.waits_for_own_gpu else [self._peer]
 
+    @abstractmethod
+    def _progress(self) -> str:
+        """How much of the message has come or gone, as text; "" for nothing."""
+
     def _with_reach(self, text: str) -> str:
-        """An explanation that ends with what the peer is to do, and whether the peer could be reached at all, and still can."""
+        """An explanation that ends with what the peer is to do, how much of that is done, or else whether the peer could be
+        reached at all, and whether it still can be."""
+        progress = self._progress()
+        if progress:
+            text = f"{text}: {progress}"
         lost, unreached = self._transport.lost().get(self._peer), self._transport.unreached().get(self._peer)
         if lost is not None:
             return f"{text}; {describe_lost_link(lost)}"
-        return text if unreached is None else f"{text}; rank {self._peer} was {unreached}"
+        return text if progress or unreached is None else f"{text}; rank {self._peer} was {unreached}"
 
     def _timed_out(self, hint: str) -> CollectiveTimeoutError:
         """The error of its deadline. The hint is for a peer that is there."""
         ranks = self.waiting_on()
-        found = hint_about(ranks, self._transport, hint) if ranks else "look at what its stream on the GPU waits for"
-        return CollectiveTimeoutError(ranks, f"after {self.guard.seconds:g} s, {self.explain()}", hint=found)
+        text = f"after {self.guard.seconds:g} s, {self.explain()}"
+        if not ranks:
+            return CollectiveTimeoutError(ranks, text, hint="look at what its stream on the GPU waits for")
+        under_way = ranks if self._progress() else ()
+        return CollectiveTimeoutError(ranks, text, hint=hint_about(ranks, self._transport, hint, under_way))
 
 
 class SendExecution(_PointToPoint):
@@ -169,6 +181,9 @@ class SendExecution(_PointToPoint):
     def probe(self) -> None:
         """Asks only whether the receiver has closed the group: one that has not called recv yet is not in any operation."""
         self._transport.probe(self._peer, self._key, SEND)
+
+    def _progress(self) -> str:
+        return "" if self._box is None else self._outgoing.progress(self._box)
 
     def explain(self) -> str:
         if self.waits_for_own_gpu:
@@ -309,6 +324,10 @@ class RecvExecution(_PointToPoint):
         if post is not None and not self.has_ended:
             number = ANY_NUMBER if post.message is None else post.number
             self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, number), self.label)
+
+    def _progress(self) -> str:
+        message = None if self._post is None else self._post.message
+        return "" if message is None else message.frames.progress
 
     def explain(self) -> str:
         if self.waits_for_own_gpu:

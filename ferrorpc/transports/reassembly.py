@@ -29,6 +29,11 @@ class ReassemblyQueue(deque[Frame]):
         """All bytes that have arrived."""
 
     @property
+    def progress(self) -> str:
+        """How much of the message has arrived, as text."""
+        return f"{self._received} of {self.header.total} bytes have come"
+
+    @property
     def is_complete(self) -> bool:
         """Whether all of the message has arrived, taken or not."""
         return self._began and self._received >= self.header.total

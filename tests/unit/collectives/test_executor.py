@@ -278,6 +278,24 @@ def test_nobody_is_asked_while_messages_still_come() -> None:
     assert wire.probed == [1]
 
 
+def test_of_a_rank_whose_data_is_under_way_it_is_told_how_much_and_who_is_not_there_is_waited_for() -> None:
+    wire, call = Wire(4), all_reduce(4 * 2048)
+    wire.not_reached[1] = "not reached at 10.0.0.2:7000 in 14.9 s"
+    execution = begin(wire, call, numbers(4 * 2048))
+    wire.arrive(1, KEY, Header(0, call.signature, DType.FLOAT32, (2048,), 8192), 0, bytes(CHUNK))
+    wire.mailbox.probe_answered(2, KEY, mailboxes.Standing(mailboxes.ABSENT, "", 0, ""))
+    wire.full = True
+    wire.mailbox.granted(2, KEY, 0)
+    assert execution.waiting_on() == [3]
+    wire.arrive(3, KEY, Header(0, call.signature, DType.FLOAT32, (2048,), 8192), 0, bytes(2 * CHUNK))
+    text, _, hint = str(execution.timeout_error()).partition("\n")
+    assert text.endswith(
+        "waits for rank 1 (1024 of 8192 bytes have come), rank 2 (4096 of 8192 bytes are on their way), "
+        "rank 3 (2048 of 8192 bytes have come)"
+    )
+    assert "firewalls" not in hint
+
+
 @pytest.mark.parametrize("name", CODEC_NAMES)
 def test_a_compressed_message_is_encoded_chunk_by_chunk_and_once_for_all_its_receivers(name, monkeypatch) -> None:
     chosen, encoded = codec(name), []

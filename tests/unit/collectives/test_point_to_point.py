@@ -12,7 +12,7 @@ from ferrorpc.errors import CollectiveTimeoutError, FerroError
 from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
-from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES
+from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.transports.point_to_point import ANY_NUMBER
 from ferrorpc.types import DType, TensorSpec
@@ -91,6 +91,29 @@ def test_a_peer_that_could_not_be_reached_is_told_with_its_address(sender: Sende
     sender.lane.lost_links[1] = PEER_LEFT
     for waiting in (send, recv):
         assert str(waiting.timeout_error()).partition("\n")[0].endswith("; it said goodbye")
+
+
+def test_of_a_message_that_is_under_way_it_is_told_how_much_and_nothing_of_firewalls(sender: Sender) -> None:
+    sender.lane.room, total = EAGER_CHUNKS, EAGER_BYTES + 2 * CHUNK_BYTES
+    send, recv = sender.call(1, size=total), recv_on(sender.lane)
+    for waiting in (send, recv):
+        assert not waiting.advance()
+        assert "bytes" not in waiting.explain(), "what leaves before it is granted does not say that the peer is there"
+    mailbox, sender.lane.room = sender.lane.mailbox, 1
+    mailbox.granted(1, Key(0, POINT_TO_POINT, 1), 0)
+    header = Header(0, SEND, DType.UINT8, (total,), total)
+    mailbox.deliver(Frame(Key(0, POINT_TO_POINT, 1), 1, header, 0, memoryview(bytes(CHUNK_BYTES))))
+    sender.lane.not_reached[1] = "not reached at 10.0.0.2:7000 in 14.9 s"
+    for waiting, told in (
+        (send, f"{5 * CHUNK_BYTES} of {total} bytes are on their way"),
+        (recv, f"{CHUNK_BYTES} of {total} bytes have come"),
+    ):
+        text, _, hint = str(waiting.timeout_error()).partition("\n")
+        assert text.endswith(f": {told}")
+        assert "firewalls" not in hint
+    sender.lane.lost_links[1] = "its stream broke"
+    for waiting in (send, recv):
+        assert waiting.explain().endswith("; its link was lost: its stream broke")
 
 
 def test_a_send_that_gives_up_in_the_middle_of_its_line_takes_nobody_elses_place(sender: Sender) -> None:
