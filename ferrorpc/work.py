@@ -344,14 +344,14 @@ class Work(Generic[Result]):
 
 
 def await_all(works: Iterable[Work[Any]], clock: Clock, until: float) -> None:
-    """Waits until all have ended, with their results in the callers' arrays, or until that clock time."""
+    """Waits until all have ended, or until that clock time. The results of those that have are in the callers' arrays then."""
     parker = clock.parker()
     for work in works:
         work.on_done(parker.unpark)
-        while not work.has_ended:
-            if not parker.park(until) and not work.has_ended:
-                return
-        work.complete_arrays(wait=True)
+        while not work.has_ended and parker.park(until):
+            pass
+        if work.has_ended:
+            work.complete_arrays(wait=True)
 
 
 def _signal(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
