@@ -211,6 +211,9 @@ class RecvExecution(_PointToPoint):
 
     timeout_breaks = False
 
+    _withdrawal: FerroError
+    """What it fails with once it is withdrawn."""
+
     def __init__(
         self, transport: Transport, group: int, peer: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard
     ) -> None:

@@ -11,7 +11,7 @@ from ferrorpc.wire.limits import FRAME_BYTES_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_M
 
 BINDINGS: Final = ("job", "session", "generation")
 _REQUEST_BYTES: Final = 64
-"""At least the bytes of a request without its keys."""
+"""More than a request has beside its keys."""
 _LENGTH_BYTES: Final = 3
 """What a request needs at most beside the bytes of each key."""
 

@@ -71,7 +71,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         hide_from_compiler()
         self._shards: list[Shards] = []
         self._steps = 0
-        """Since the state of all parameters was loaded, or made."""
+        """How many the state has taken, as far as a loaded one tells."""
         self._is_agreed = False
         """Whether the states of all ranks are known to be of the same step."""
         self._is_ahead = False

@@ -13,7 +13,7 @@ from ferrorpc.errors import FerroError, GroupAbortedError
 from ferrorpc.testing import run_world
 from ferrorpc.v1.barrier_pb2 import BarrierResponse
 from tests.interrupts import was_struck
-from tests.unit.coordination.test_session import Played
+from tests.unit.coordination.test_session import joined
 from tests.waiting import eventually
 
 SESSION = ("coordination/session.py", "coordination/connection.py", "coordination/pending_requests.py")
@@ -22,13 +22,6 @@ SESSION = ("coordination/session.py", "coordination/connection.py", "coordinatio
 def answers_no_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "LEAVE_SECONDS", 0.0)
     monkeypatch.setattr(session_module, "LEAVE_WHILE_UP_SECONDS", 0.0)
-
-
-def joined() -> Played:
-    played = Played()
-    played.welcome()
-    played.join(2)
-    return played
 
 
 def test_wherever_the_end_of_a_generation_is_interrupted_a_second_one_ends_it() -> None:
