@@ -38,8 +38,8 @@ print(f"rank {{group.rank}} is closed", flush=True)
     "damage",
     [
         "grpc._server._process_event_and_continue = no_memory",
-        "[it] = [each for each in gc.get_objects() if isinstance(each, SessionStream)]; "
-        "it._channel._call_state.channel = NoMemory()",
+        "[it] = [each for each in gc.get_objects() if isinstance(each, SessionStream) and each._call.is_active()]; "
+        "it._channel._call_state.channel = NoMemory()",  # of those attempts that failed before it, some may be left
     ],
     ids=["of the server for peers", "of the session"],
 )
