@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -282,8 +282,16 @@ def unknown_settings(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """Variables with the prefix of settings that are none, each with the setting that is likely meant, or ""."""
     known = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS}
     given = sorted(name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX) and name not in _NO_SETTINGS)
-    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY_MIN) for name in given if name not in known}
-    return [(PREFIX + name, known[found[0]] if found else "") for name, found in near.items()]
+    return [(PREFIX + name, known.get(_likely(name, known), "")) for name in given if name not in known]
+
+
+def _likely(name: str, known: Iterable[str]) -> str:
+    """Which of the known names one that is not among them is likely meant for: WORLD, TIMEOUT_SECONDS, TIMOUT; "" for none."""
+    without_unit = re.sub(r"(?i)_(s|seconds?)$", "", name)
+    longer = [each for each in known if each.startswith(f"{name}_")]
+    if without_unit in known:
+        return without_unit
+    return longer[0] if len(longer) == 1 else next(iter(difflib.get_close_matches(name, known, 1, _SIMILARITY_MIN)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +354,7 @@ def _suggestion_for(name: str) -> str:
     """What to try instead of an argument that is no setting."""
     if name in _TORCH_ARGUMENTS:
         return _TORCH_ARGUMENTS[name]
-    (near,) = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=_SIMILARITY_MIN) or [""]
+    near = _likely(name, _BY_NAME)
     return f"{near}=, which is a setting" if near else f"settings are: {', '.join(_BY_NAME)}"
 
 

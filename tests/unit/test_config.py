@@ -178,6 +178,10 @@ def test_variables_that_are_called_like_settings_and_are_none_come_with_what_is_
         "FERRORPC_WORLDSIZE": "FERRORPC_WORLD_SIZE",
         "FERRORPC_TIMOUT": "FERRORPC_TIMEOUT",
         "FERRORPC_BACKENDS": "FERRORPC_BACKEND",
+        "FERRORPC_RANK": "FERRORPC_RANK_HINT",
+        "FERRORPC_TOKEN": "FERRORPC_TOKEN_FILE",
+        "FERRORPC_TIMEOUT_SECONDS": "FERRORPC_TIMEOUT",
+        "FERRORPC_TLS": "",  # one of three
         "FERRORPC_SEED": "",  # a program's own
         "FERRORPC_COORDINATOR_PORT": "",  # Kubernetes sets it for a service called ferrorpc-coordinator
     }
