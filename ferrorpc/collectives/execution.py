@@ -220,24 +220,11 @@ def hint_about(
     return _UNREACHED_HINT if any(rank in unreached and rank not in under_way for rank in ranks) else otherwise
 
 
-def deadline_error(
-    execution: Execution,
-    describe: Describe,
-    *,
-    barrier: bool = False,
-    transport: Transport | None = None,
-    under_way: Container[int] = (),
-) -> FerroError:
-    """The error of an operation whose deadline has passed: which ranks it waits for, and what is known of them.
-
-    Args:
-        transport: its lanes to them; None where it waits for something else.
-        under_way: as for `hint_about`.
-    """
+def deadline_error(execution: Execution, describe: Describe, *, barrier: bool = False, hint: str | None = None) -> FerroError:
+    """The error of an operation whose deadline has passed: which ranks it waits for, and what is known of them."""
     waiting = execution.waiting_on()
     sentences = f"after {execution.guard.seconds:g} s, {execution.explain()}", describe(waiting)
     kind = BarrierTimeoutError if barrier else CollectiveTimeoutError
-    hint = None if transport is None else hint_about(waiting, transport, under_way=under_way)
     return kind(waiting, "; ".join(filter(None, sentences)), hint=hint)
 
 

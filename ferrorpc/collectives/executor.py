@@ -21,7 +21,7 @@ from ferrorpc.collectives.call import Call, Operation, overwritable
 from ferrorpc.collectives.dependencies import UNBOUNDED, bound, dependencies_of
 from ferrorpc.collectives.device_transfers import DeviceTransfers
 from ferrorpc.collectives.event_driven import EventDrivenExecution
-from ferrorpc.collectives.execution import Describe, deadline_error, describe_absent
+from ferrorpc.collectives.execution import Describe, deadline_error, describe_absent, hint_about
 from ferrorpc.collectives.fusion import DownloadInput, Reduce, Task, UploadResult
 from ferrorpc.collectives.outgoing_message import CODED_VALUES, EncodedMessage, OutgoingMessage
 from ferrorpc.collectives.workspace import Rules, Workspace
@@ -372,9 +372,8 @@ class PlanExecution(EventDrivenExecution):
 
     def timeout_error(self) -> FerroError:
         is_barrier = self._layout.rules.call.operation is Operation.BARRIER
-        return deadline_error(
-            self, self._layout.describe, barrier=is_barrier, transport=self._transport, under_way=self._under_way()
-        )
+        hint = hint_about(self.waiting_on(), self._transport, under_way=self._under_way())
+        return deadline_error(self, self._layout.describe, barrier=is_barrier, hint=hint)
 
     def leave(self) -> None:
         if self._box is not None:

@@ -9,7 +9,7 @@ from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.control_blocks import LEFT, REDUCED, STAGED, Array, Channel, Steps
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.device_transfers import DeviceTransfers
-from ferrorpc.collectives.execution import Execution, deadline_error, describe_absent
+from ferrorpc.collectives.execution import Execution, deadline_error, describe_absent, hint_about
 from ferrorpc.errors import FerroError
 from ferrorpc.generation_errors import describe_lost_link
 from ferrorpc.guard import Guard
@@ -141,7 +141,8 @@ class ArenaExecution(Execution):
 
     def timeout_error(self) -> FerroError:
         is_barrier = self._call.operation is Operation.BARRIER
-        return deadline_error(self, self._arena.describe, barrier=is_barrier, transport=self._arena.transport)
+        hint = hint_about(self.waiting_on(), self._arena.transport)
+        return deadline_error(self, self._arena.describe, barrier=is_barrier, hint=hint)
 
     def finish(self) -> None:
         self._failure = None  # its traceback refers to this execution: a reference cycle would keep the arrays alive
