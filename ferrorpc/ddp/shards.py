@@ -13,8 +13,8 @@ device of the parameters. Updates run on the host, so a shard of parameters on a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -180,30 +180,57 @@ def check_state_rank(group: ProcessGroup, saved: Any, gather: str) -> None:
         )
 
 
-def check_not_ahead(is_ahead: bool, load: str) -> None:
-    """Raises UsageError if a step has failed between the update of the optimizer's state and that of the weights.
+class StepsTaken:
+    """How many steps a sharded state has taken, and whether it can be used: with the states of the other ranks, and with the
+    weights.
 
     Args:
+        group: the group of those ranks.
         load: the method that loads a state.
     """
-    if is_ahead:
-        raise UsageError(
-            "a step has failed: this state is a step ahead of the weights, and would apply the step twice",
-            hint=f"pass the last saved state to {load}(), or make a new optimizer, which begins without memory",
-        )
 
+    def __init__(self, group: ProcessGroup, load: str) -> None:
+        self._group = group
+        self._load = load
+        self.set(0)
 
-def require_same_step(group: ProcessGroup, steps: int) -> None:
-    """Returns if the states of all ranks are of the same step, to be called before the first step with them. Collective.
+    def set(self, count: int) -> None:
+        """A new state has taken this many."""
+        self.count = count
+        self._is_agreed = False
+        """Whether the states of all ranks are known to be of the same step."""
+        self._is_ahead = False
+        """Whether the state is a step ahead of the weights, because that step has failed."""
 
-    A job that is killed while each rank saves its own may leave states of different steps, or none on some ranks. Training
-    would go on from them with the same weights on all ranks, and wrong.
+    def agree(self) -> None:
+        """Returns if the states of all ranks are of the same step, to be called before each step. Collective.
 
-    Raises:
-        CollectiveMismatchError: they are not; on every rank, and the group stays open.
-    """
-    hint = "load what all ranks have saved after the same step"
-    require_same(group, "states of the optimizer", f"that of step {steps}", hint)
+        A job that is killed while each rank saves its own may leave states of different steps, or none on some ranks. Training
+        would go on from them with the same weights on all ranks, and wrong.
+
+        Raises:
+            CollectiveMismatchError: they are not; on every rank, and the group stays open.
+        """
+        if not self._is_agreed:
+            hint = "load what all ranks have saved after the same step"
+            require_same(self._group, "states of the optimizer", f"that of step {self.count}", hint)
+            self._is_agreed = True
+
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        """A context for the next step, in which the state is updated, and then the weights."""
+        self._is_ahead = True
+        self.count += 1
+        yield
+        self._is_ahead = False
+
+    def check_not_ahead(self) -> None:
+        """Raises UsageError if a step has failed between the update of the state and that of the weights."""
+        if self._is_ahead:
+            raise UsageError(
+                "a step has failed: this state is a step ahead of the weights, and would apply the step twice",
+                hint=f"pass the last saved state to {self._load}(), or make a new optimizer, which begins without memory",
+            )
 
 
 def check_state_layout(saved: str, own: str) -> None:

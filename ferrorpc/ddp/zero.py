@@ -15,7 +15,7 @@ from ferrorpc.ddp.parameter import is_parameter
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
-from ferrorpc.ddp.shards import Shards, check_not_ahead, check_state_layout, check_state_rank, require_same_step
+from ferrorpc.ddp.shards import Shards, StepsTaken, check_state_layout, check_state_rank
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.failure import interrupts_told, others_told
 from ferrorpc.group import ProcessGroup, group_given
@@ -68,17 +68,13 @@ class ZeroOptimizer:
         self._rule = rule
         self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {_text(rule)}", common_gpu(self._weights, group))
         self._memory = [[np.zeros_like(shard.weights) for _ in range(rule.slots)] for shard in self._shards.shards]
-        self._steps = 0
-        self._is_agreed = False
-        """Whether the states of all ranks are known to be of the same step."""
-        self._is_ahead = False
-        """Whether the state is a step ahead of the weights, because that step has failed."""
+        self._steps = StepsTaken(group, "load_state")
         if init_sync:
             broadcast_arrays(self._weights, group, 0)
 
     def __repr__(self) -> str:
         where = f"rank {self._group.rank} of {self._group.size}"
-        return f"<ZeroOptimizer of {len(self._weights)} weights by {self._rule!r}, {where}, step {self._steps}>"
+        return f"<ZeroOptimizer of {len(self._weights)} weights by {self._rule!r}, {where}, step {self._steps.count}>"
 
     def __getstate__(self) -> NoReturn:
         """Refuses: what it holds belongs to this process and its group."""
@@ -103,18 +99,14 @@ class ZeroOptimizer:
         """
         with interrupts_told(self._group):
             leaves = self._checked(grads)
-            if not self._is_agreed:
-                require_same_step(self._group, self._steps)
-                self._is_agreed = True
+            self._steps.agree()
         with others_told(self._group):
             self._shards.reduce(self._weights, leaves)
-            self._is_ahead = True
-            self._steps += 1
-            with np.errstate(all="ignore"):
-                for shard, memory in zip(self._shards.shards, self._memory, strict=True):
-                    self._rule(shard.weights, shard.gradient, memory, self._steps)
-            self._shards.gather(self._weights)
-            self._is_ahead = False
+            with self._steps.next():
+                with np.errstate(all="ignore"):
+                    for shard, memory in zip(self._shards.shards, self._memory, strict=True):
+                        self._rule(shard.weights, shard.gradient, memory, self._steps.count)
+                self._shards.gather(self._weights)
 
     def _checked(self, grads: Any) -> dict[str, Any]:
         leaves = flatten(grads, nones=self._weights)
@@ -131,8 +123,8 @@ class ZeroOptimizer:
         Raises:
             UsageError: the last step has failed, and no state was loaded since.
         """
-        check_not_ahead(self._is_ahead, "load_state")
-        own = {_STEP: np.asarray(self._steps), _RANK: np.asarray([self._group.rank, self._group.size])}
+        self._steps.check_not_ahead()
+        own = {_STEP: np.asarray(self._steps.count), _RANK: np.asarray([self._group.rank, self._group.size])}
         own[_LAYOUT] = np.frombuffer(bytearray(self._shards.layout.encode()), np.uint8)
         return own | {name: array.copy() for name, array in self._named().items()}
 
@@ -146,8 +138,8 @@ class ZeroOptimizer:
         Raises:
             UsageError: the last step has failed, and no state was loaded since.
         """
-        check_not_ahead(self._is_ahead, "load_state")
-        state = {_STEP: np.asarray(self._steps)}
+        self._steps.check_not_ahead()
+        state = {_STEP: np.asarray(self._steps.count)}
         for shard, memory in zip(self._shards.shards, self._memory, strict=True):
             for slot, array in enumerate(memory):
                 state.update({f"slot{slot}/{name}": whole for name, whole in shard.assemble(array, root).items()})
@@ -166,8 +158,7 @@ class ZeroOptimizer:
             self._load_own(state)
         else:
             self._load_whole(state)
-        self._steps = int(state[_STEP])
-        self._is_agreed = self._is_ahead = False
+        self._steps.set(int(state[_STEP]))
 
     def _load_own(self, state: Mapping[str, Array]) -> None:
         check_state_rank(self._group, state[_RANK], "gather_state")

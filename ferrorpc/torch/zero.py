@@ -11,7 +11,7 @@ import torch
 from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.ddp.packing import broadcast_arrays
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, gpus_of
-from ferrorpc.ddp.shards import Shard, Shards, check_not_ahead, check_state_layout, check_state_rank, require_same_step
+from ferrorpc.ddp.shards import Shard, Shards, StepsTaken, check_state_layout, check_state_rank
 from ferrorpc.errors import UsageError
 from ferrorpc.failure import others_told
 from ferrorpc.group import ProcessGroup, group_given
@@ -70,12 +70,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._group = group = group_given(group)
         hide_from_compiler()
         self._shards: list[Shards] = []
-        self._steps = 0
-        """How many the state has taken, as far as a loaded one tells."""
-        self._is_agreed = False
-        """Whether the states of all ranks are known to be of the same step."""
-        self._is_ahead = False
-        """Whether the state is a step ahead of the parameters, because that step has failed."""
+        self._steps = StepsTaken(group, "load_state_dict")
         with _translated("parameters", "pass model.parameters(), or torch's dicts of such"):
             super().__init__(parameters, options)
         _check_parameters(self.param_groups)
@@ -124,21 +119,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_not_captured(self._gpus)
         for shards, own in zip(self._shards, gradients, strict=True):
             shards.check(own)
-        if not self._is_agreed:
-            require_same_step(self._group, self._steps)
-            self._is_agreed = True
+        self._steps.agree()
         with others_told(self._group):
             for shards, trained, own in zip(self._shards, self._trainable_groups, gradients, strict=True):
                 shards.reduce(_detached(trained), own)
-            self._is_ahead = True
-            self._steps += 1
-            self._inner.step()
-            self._take_settings()  # it may count its steps there
-            for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
-                updated = {name: parameter for name, parameter in trained.items() if parameter.requires_grad}
-                shards.gather(_detached(updated))
-                _count_writes(updated.values())
-            self._is_ahead = False
+            with self._steps.next():
+                self._inner.step()
+                self._take_settings()  # it may count its steps there
+                for shards, trained in zip(self._shards, self._trainable_groups, strict=True):
+                    updated = {name: parameter for name, parameter in trained.items() if parameter.requires_grad}
+                    shards.gather(_detached(updated))
+                    _count_writes(updated.values())
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -153,10 +144,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the last step has failed, and no state was loaded since.
         """
-        check_not_ahead(self._is_ahead, "load_state_dict")
+        self._steps.check_not_ahead()
         self._copy_settings()  # a scheduler may have changed them since the last step
         state: dict[str, Any] = self._inner.state_dict()
-        return state | {_RANK: [self._group.rank, self._group.size], _LAYOUT: self._layout, _STEP: self._steps}
+        return state | {_RANK: [self._group.rank, self._group.size], _LAYOUT: self._layout, _STEP: self._steps.count}
 
     def gather_state_dict(self, root: int = 0) -> dict[str, Any] | None:
         """The whole state, in the form of torch's own optimizer, on rank `root`; None elsewhere. Collective.
@@ -166,7 +157,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the last step has failed, and no state was loaded since.
         """
-        check_not_ahead(self._is_ahead, "load_state_dict")
+        self._steps.check_not_ahead()
         whole: dict[str, Any] = super().state_dict()
         whole["state"] |= {key: value for key, value in self._inner.state.items() if not isinstance(key, torch.Tensor)}
         groups = zip(whole["param_groups"], self._shards, self._inner.param_groups, self._trainable_groups, strict=True)
@@ -195,8 +186,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with _translated("the state", "give this optimizer the same groups of parameters"):
             self._inner.load_state_dict(own)
         self._take_settings()
-        self._steps = _steps_of(state_dict)
-        self._is_agreed = self._is_ahead = False
+        self._steps.set(_steps_of(state_dict))
 
     def _check_own(self, state_dict: dict[str, Any]) -> None:
         check_state_rank(self._group, state_dict[_RANK], "gather_state_dict")
