@@ -208,13 +208,9 @@ class Connection:
             request = self.post(label, **body)
         except FerroError:
             return None
-
-        def is_over() -> bool | None:
-            return True if request.outcome is not None or not self._outages.is_up else None
-
         began = self._clock.now()
         self._wait(request, began + seconds)
-        self._condition.wait_for(is_over, began + while_up)
+        self._condition.wait_for(lambda: request.outcome is not None or not self._outages.is_up or None, began + while_up)
         outcome = self._drop(request)
         return None if isinstance(outcome, FerroError) else outcome
 
