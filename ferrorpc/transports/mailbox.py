@@ -208,8 +208,7 @@ class Mailbox:
             for stream in [place for place in self._last if place[0] == group]:
                 del self._last[stream]
             self._missed -= {missed for missed in self._missed if missed[1].group == group}
-            for silent in [silent for silent in self._silent if silent[0] == group]:
-                del self._silent[silent]
+            self._silent = {silent: ending for silent, ending in self._silent.items() if silent[0] != group}
             for key, box in list(self._boxes.items()):
                 if key.group == group and box.signature is None and self._closed.never_begins(key):
                     self._unexpected_bytes -= self._boxes.pop(key).unexpected_bytes

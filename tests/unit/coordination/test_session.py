@@ -138,11 +138,8 @@ def test_the_last_heartbeat_is_sent_directly_before_the_leave() -> None:
     played = joined()
     played.session.activity.note("barrier() #7")
     played.session.activity.set_traffic_source(lambda: {1: ("grpc", 100)})
-    with ThreadPoolExecutor(1) as pool:
-        leaving = pool.submit(played.session.leave)
-        beat, leave = eventually(lambda: played.streams[0] if len(played.streams[0]) == 2 else None)
-        played.answer(sequence=leave.sequence, leave=rendezvous_pb2.LeaveResponse())
-        leaving.result(20)
+    played.leave()
+    beat, leave = played.streams[0]
     assert (beat.beat.step, beat.beat.activity, beat.beat.links[0].sent_bytes) == (1, "barrier() #7", 100)
     assert leave.HasField("leave")
 
@@ -226,9 +223,7 @@ def test_a_leave_that_is_interrupted_ends_the_session_all_the_same(where: str, m
         if strikes:
             raise strikes.pop()
 
-    strikes = [KeyboardInterrupt()]
-
-    closed: list[str] = []
+    strikes, closed = [KeyboardInterrupt()], list[str]()
     played.session.on_leave(lambda: closed.append("server"))
     if where == "callback":
         monkeypatch.setattr(played.connection, "try_ask", lambda *_, **__: closed.append("asked"))
