@@ -247,13 +247,18 @@ class ProcessGroup(Collectives):
         text = reason_of(cause) if isinstance(cause, BaseException) else str(cause)
         self._dispatch.end(GroupAbortedError(self.world_ranks[self._rank], text))
 
-    def fail(self, error: FerroError) -> BaseException:
+    def fail(self, error: BaseException) -> BaseException:
         """Ends the generation on every rank as an operation that fails with this error does, for what is built on a group.
+
+        One that is no FerroError is told to all as by `abort`.
 
         Returns:
             What to raise here: the first cause of the end, which may be another rank's.
         """
-        return self._dispatch.located(self._dispatch.end(error))
+        if not isinstance(error, BaseException):
+            raise UsageError(f"error={error!r} is no exception", hint="pass one; abort() takes a text")
+        cause = error if isinstance(error, FerroError) else ended_by(reason_of(error))
+        return self._dispatch.located(self._dispatch.end(cause))
 
     def reform(self, timeout: float | None = None) -> ProcessGroup:
         """The group of the next generation, after a break or to admit `pending_members`. Every survivor must call it.

@@ -374,6 +374,9 @@ class BlockingRecv(BlockingMessage):
     def advance(self) -> bool:
         self.await_turn()
         data = self.receive(self._peer, self._tag, self._out)
+        if not isinstance(data, np.ndarray):
+            text = f"{self.label}: {type(self._backend).__name__}.recv() has returned a {type(data).__name__}, not an array"
+            raise FerroError(text, hint="return the array, also where out= is given")
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
         self.results, self.specs = [data.view(spec.dtype.storage)], [spec]
         return True

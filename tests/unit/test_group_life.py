@@ -176,6 +176,29 @@ def test_an_exception_can_be_the_cause_of_an_abort() -> None:
     assert run_world(2, body) == ["ZeroDivisionError: by zero"] * 2
 
 
+def test_any_exception_can_be_what_a_group_fails_with() -> None:
+    def body(group: ProcessGroup) -> str:
+        if group.rank == 0:
+            found = group.fail(ZeroDivisionError("by zero"))
+        else:
+            with pytest.raises(GroupAbortedError) as raised:
+                group.barrier()
+            found = raised.value
+        assert isinstance(found, GroupAbortedError)
+        return found.cause
+
+    assert run_world(2, body) == ["ZeroDivisionError: by zero"] * 2
+
+
+def test_a_group_does_not_fail_with_what_is_no_exception() -> None:
+    def body(group: ProcessGroup) -> float:
+        with pytest.raises(UsageError, match="'by zero' is no exception"):
+            group.fail("by zero")  # type: ignore[arg-type]
+        return group.all_reduce(np.ones(())).item()
+
+    assert run_world(2, body) == [2.0] * 2
+
+
 def test_leaving_the_group_by_an_exception_tells_the_others_at_once() -> None:
     def body(group: ProcessGroup) -> Any:
         if group.rank == 1:

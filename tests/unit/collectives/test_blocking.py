@@ -175,6 +175,20 @@ def test_a_timeout_of_a_sockets_recv_breaks_nothing_and_one_of_a_collective_name
     run_groups([ProcessGroup(SocketBackend(queues)) for queues in queue_backends(2)], body)
 
 
+class Silent(QueueBackend):
+    """Its recv fills `out` and returns nothing, as those of MPI do."""
+
+    def recv(self, src: int, tag: int = 0, out: Any = None, timeout: float | None = None) -> Any:
+        super().recv(src, tag, out, timeout)
+
+
+def test_a_recv_of_a_backend_that_returns_no_array_is_told_what_it_is_to_return():
+    first, second = (ProcessGroup(backend) for backend in queue_backends(2, Silent))
+    second.send(np.ones(2), 0)
+    with pytest.raises(FerroError, match=r"Silent\.recv\(\) has returned a NoneType, not an array\ntry: return the array"):
+        first.recv(1, out=np.zeros(2))
+
+
 class Hasty(QueueBackend):
     """Its recv times out at once, with this errno where it has one."""
 
