@@ -84,7 +84,7 @@ def path(text: str) -> str:
 
     An empty one, as of a variable that is not set, would mean the working directory. Where that is gone, a relative one stays.
     """
-    if not text:
+    if not text or "\0" in text:
         raise ValueError("expected a path")
     try:
         return str(Path(text).absolute())

@@ -124,7 +124,7 @@ def as_dtype(value: Any) -> DType:
     if name in _BY_NAME:
         return _BY_NAME[name]
     try:
-        known = np.dtype(value)
+        known = None if value is None else np.dtype(value)  # None would be float64
     except (TypeError, ValueError):
         known = None
     return dtype_named(name) if known is None else dtype_of(known)

@@ -31,7 +31,8 @@ def ranks_of(ranks: Iterable[Any], size: int) -> list[int]:
 def shape_of(shape: Any) -> tuple[int, ...]:
     """A shape, given as an integer or a sequence of them. Raises UsageError."""
     try:
-        sizes = tuple(index(size) for size in shape) if isinstance(shape, Iterable) else (index(shape),)
+        several = isinstance(shape, Iterable) and not isinstance(shape, bytes)
+        sizes = tuple(index(size) for size in shape) if several else (index(shape),)
     except TypeError:
         sizes = (-1,)
     if any(size < 0 for size in sizes):

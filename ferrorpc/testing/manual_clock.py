@@ -6,6 +6,7 @@ import heapq
 import threading
 from collections.abc import Callable
 
+from ferrorpc.errors import UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
 
 
@@ -50,6 +51,8 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         """Moves the time forward. Runs the actions that are due, in order of their times, and ends waits that are due."""
+        if not seconds >= 0:
+            raise UsageError(f"seconds={seconds!r}: time goes forward", hint="pass 0 or more")
         with self.changed:
             self._now += seconds
             self.changed.notify_all()

@@ -200,6 +200,11 @@ def test_a_host_whose_name_no_member_may_have_gets_a_plain_one(monkeypatch: pyte
     assert plain_name(f"{plain}-0")
 
 
+def test_a_path_has_no_byte_of_zero() -> None:
+    with pytest.raises(ConfigError, match="trace_dir"):
+        Config({"trace_dir": "a\0b"}, {})
+
+
 @pytest.mark.parametrize("name", [setting.name for setting in SETTINGS if setting.parse is path])
 def test_an_empty_path_is_refused_and_an_empty_variable_counts_as_not_set(name: str) -> None:
     """A command line with a variable that is not set: `--data-dir "$UNSET"` would fill the working directory."""

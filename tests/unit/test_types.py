@@ -22,6 +22,11 @@ def test_bfloat16_of_ml_dtypes_is_known_by_name() -> None:
     assert dtype_of(np.dtype(ml_dtypes.bfloat16)) is DType.BFLOAT16
 
 
+def test_none_is_no_dtype_although_numpy_takes_it_for_float64() -> None:
+    with pytest.raises(TensorMismatchError):
+        as_dtype(None)
+
+
 @pytest.mark.parametrize("spelling", [">f4", "O", "U3", "M8[s]", "V8"])
 def test_other_dtypes_are_refused_with_the_list(spelling: str) -> None:
     with pytest.raises(TensorMismatchError, match="float32"):

@@ -133,8 +133,15 @@ class Hook(ABC):
         Raises:
             UsageError: it is another hook's.
         """
+        check_state(state)
         if state:
             raise UsageError(f"{self.text} remembers nothing, but was given {', '.join(state)}", hint="is it the same hook?")
+
+
+def check_state(state: Any) -> None:
+    """Raises UsageError for what no hook's `state` has returned."""
+    if not isinstance(state, Mapping):
+        raise UsageError(f"{type(state).__name__} is no state of a hook", hint="pass what its state() gave")
 
 
 class PlainAllReduce(Hook):

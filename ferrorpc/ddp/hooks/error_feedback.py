@@ -18,7 +18,7 @@ from typing import Final
 from ferrorpc.ddp.bucket import between
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.bucket_memory import Array
-from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, check_hook, run_exchange
+from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, check_hook, check_state, run_exchange
 from ferrorpc.ddp.hooks.residues import Residues
 from ferrorpc.ddp.hooks.vector_ops import vector_ops_for
 from ferrorpc.operations.stream import Stream
@@ -83,6 +83,7 @@ class ErrorFeedback(Hook):
         return residues | {_HOOK + name: array for name, array in self._hook.state().items()}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
+        check_state(state)
         own = {name for name in state if name.startswith(_PREFIX)}
         self._hook.load_state({name.removeprefix(_HOOK): array for name, array in state.items() if name not in own})
         self._residues.load(self._current({name.removeprefix(_PREFIX): state[name] for name in own}))

@@ -23,7 +23,7 @@ import numpy as np
 from ferrorpc.ddp.bucket import between
 from ferrorpc.ddp.bucket_collectives import BucketCollectives
 from ferrorpc.ddp.bucket_memory import Array
-from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, PlainAllReduce, check_hook, run_exchange
+from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, PlainAllReduce, check_hook, check_state, run_exchange
 from ferrorpc.errors import UsageError
 from ferrorpc.operations.stream import Stream
 from ferrorpc.work import Work
@@ -114,6 +114,7 @@ class PowerSGD(Hook):
         return starts | {_FACTORS + name: array for name, array in self._hook.state().items()}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
+        check_state(state)
         own = {name for name in state if name.startswith(_PREFIX)}
         self._hook.load_state({name.removeprefix(_FACTORS): array for name, array in state.items() if name not in own})
         self._starts = self._current({name.removeprefix(_PREFIX): np.array(state[name], np.float32) for name in own})

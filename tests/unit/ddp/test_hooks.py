@@ -360,6 +360,9 @@ def test_a_state_of_another_hook_is_refused():
         Compress("bf16").load_state({"residue/bucket0": np.zeros(3)})
     with pytest.raises(UsageError, match="remembers nothing"):
         ErrorFeedback(Compress("bf16")).load_state({"q/bucket0/0": np.zeros((3, 1))})
+    for hook in (Compress("bf16"), ErrorFeedback(Compress("bf16")), PowerSGD(1)):
+        with pytest.raises(UsageError, match="str is no state of a hook"):
+            hook.load_state("state.npz")
 
     def body(group, before, hook):
         synchroniser(group, before)(grads(0))

@@ -10,7 +10,7 @@ import pytest
 from ferrorpc import InvalidRankError, ProcessGroup, SelfSendError, TensorMismatchError, UsageError
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.collectives.ranks_and_tags import TAG_MAX
-from ferrorpc.operations.arguments import Arguments
+from ferrorpc.operations.arguments import Arguments, shape_of
 from ferrorpc.testing import run_world
 
 GIVEN = Arguments(False)
@@ -22,6 +22,12 @@ def test_an_array_of_several_that_the_result_is_written_to_is_read_from_a_copy()
     GIVEN.one_result(parts[1], NUMPY, sources[0].spec, sources)
     assert [np.shares_memory(source.data, part) for source, part in zip(sources, parts, strict=True)] == [True, False, True]
     assert sources[1].data.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("shape", [b"ab", "ab", None, -1, (2, 1.5)])
+def test_what_is_no_shape_is_refused(shape: Any) -> None:
+    with pytest.raises(UsageError, match="is no shape"):
+        shape_of(shape)
 
 
 def test_the_only_array_may_be_the_result() -> None:
