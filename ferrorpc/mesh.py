@@ -72,6 +72,10 @@ class Mesh:
             raise UsageError(f"the mesh has no dimension {name!r}", hint=f"use one of: {', '.join(self._sizes) or 'none'}")
         return self._groups[name]
 
+    def __iter__(self) -> Iterator[str]:
+        """The names of the dimensions."""
+        return iter(self._sizes)
+
     def _lines(self, axis: int) -> Iterator[list[int]]:
         """The ranks of each group along a dimension, in the same order on every rank."""
         lines: dict[tuple[int, ...], list[int]] = {}

@@ -95,7 +95,7 @@ class Work(Generic[Result]):
         self._lock = threading.Lock()
         self._result_lock = threading.RLock()
         """Knows its owner, which an interrupted thread does not."""
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
     @property
     def label(self) -> str:
@@ -269,8 +269,10 @@ class Work(Generic[Result]):
         finally:
             self._forget(parker.unpark)
 
-    def on_done(self, callback: Callable[[], None]) -> None:
+    def on_done(self, callback: Callable[[], object]) -> None:
         """Calls `callback`, which must not block, once the operation has ended; at once if it has ended already."""
+        if not callable(callback):
+            raise UsageError(f"callback={callback!r} cannot be called", hint="pass a function without arguments")
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
@@ -284,7 +286,7 @@ class Work(Generic[Result]):
         if self._done:  # perhaps before it was in there
             register.pop(number, None)
 
-    def _forget(self, callback: Callable[[], None]) -> None:
+    def _forget(self, callback: Callable[[], object]) -> None:
         with self._lock:
             if not self._done and callback in self._callbacks:
                 self._callbacks.remove(callback)

@@ -12,7 +12,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -52,14 +52,17 @@ class SGD:
         decay: the factor of the weights that are added to the gradient.
     """
 
-    slots: ClassVar[int] = 1
-
     rate: float
     momentum: float = 0.9
     decay: float = 0.0
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+
+    @property
+    def slots(self) -> int:
+        """See `Rule`: one, the velocity."""
+        return 1
 
     def __call__(self, weights: Array, gradient: Array, memory: Sequence[Array], step: int) -> None:
         """See `Rule`."""
@@ -75,8 +78,6 @@ class SGD:
 class Adam:
     """Adam, with decoupled weight decay (AdamW) if `decay` is not 0."""
 
-    slots: ClassVar[int] = 2
-
     rate: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999
@@ -88,6 +89,11 @@ class Adam:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)!r} is no share", hint="pass a number from 0 to below 1")
+
+    @property
+    def slots(self) -> int:
+        """See `Rule`: two, the means of the gradient and of its square."""
+        return 2
 
     def __call__(self, weights: Array, gradient: Array, memory: Sequence[Array], step: int) -> None:
         """See `Rule`."""

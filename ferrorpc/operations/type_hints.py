@@ -27,6 +27,9 @@ class Array(Protocol):
     def __setitem__(self, key: Any, value: Any, /) -> None:
         """Writes elements."""
 
+    def __dlpack_device__(self) -> Any:
+        """The device it is on. A table of pandas or xarray, which is no array here, does not say."""
+
 
 class ReadThroughDLPack(Protocol):
     """An array of any library that supports DLPack."""

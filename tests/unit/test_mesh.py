@@ -20,6 +20,14 @@ def test_the_last_dimension_runs_fastest():
     assert found[4] == ({"dp": 1, "pp": 1}, (1, 4), (3, 4, 5), (1, 1))
 
 
+def test_a_mesh_is_asked_for_its_dimensions():
+    def body(group):
+        mesh = ferrorpc.Mesh({"dp": 2, "pp": 1}, group)
+        return list(mesh), "dp" in mesh, "tp" in mesh
+
+    assert run_world(2, body) == [(["dp", "pp"], True, False)] * 2
+
+
 def test_groups_of_a_dimension_are_those_of_numpy_along_that_axis():
     grid = np.arange(8).reshape(2, 2, 2)
 

@@ -137,6 +137,11 @@ def test_who_stopped_awaiting_and_closed_the_loop_disturbs_neither_the_driver_no
     assert (handle.wait(timeout=0), told, caplog.records) == (3, [1], [])
 
 
+def test_what_cannot_be_called_is_no_callback() -> None:
+    with pytest.raises(UsageError, match="callback=None cannot be called"):
+        work().on_done(None)  # type: ignore[arg-type]
+
+
 def test_a_callback_that_fails_is_logged_and_keeps_nobody_else_waiting(caplog: pytest.LogCaptureFixture) -> None:
     handle = work()
     told: list[int] = []

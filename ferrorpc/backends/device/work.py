@@ -39,7 +39,7 @@ class DeviceWork(Work[Any]):
             self._hurry()
         return super().done()
 
-    def on_done(self, callback: Callable[[], None]) -> None:
+    def on_done(self, callback: Callable[[], object]) -> None:
         super().on_done(callback)
         self._hurry()
 
