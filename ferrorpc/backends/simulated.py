@@ -8,6 +8,7 @@ from ferrorpc.backends.base import Backend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.coordination.base import Session
 from ferrorpc.coordination.local import LocalWorld
+from ferrorpc.errors import ConfigError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.transports.inproc import Faults, InprocTransport, Network, seed_of
 from ferrorpc.transports.mailbox import Mailbox
@@ -66,8 +67,13 @@ class SimulatedBackend(MessageBackend):
 
         Raises:
             InvalidWorldSizeError: the size is no integer, or less than 1.
+            ConfigError: the faults delay nothing, or also kill or pause ranks, as only `run_world` can.
             UsageError: the timeout is no number of seconds.
         """
+        if faults is not None and (isinstance(faults, type) or not callable(getattr(faults, "delay", None))):
+            raise ConfigError(f"faults={faults!r} delays no messages", hint="make a FaultPlan(delay_seconds=(low, high))")
+        if getattr(faults, "kill", None) or getattr(faults, "pause", None):
+            raise ConfigError(f"faults={faults!r} kills or pauses ranks", hint="give it to ferrorpc.testing.run_world()")
         chosen, seconds = SYSTEM_CLOCK if clock is None else clock, seconds_of(timeout, 60.0)
         world = LocalWorld(size, clock=chosen)
         networks = Networks(chosen, faults, seed)

@@ -1,15 +1,18 @@
-"""The simulated world keeps nothing of what is over."""
+"""The simulated world keeps nothing of what is over, and takes no faults that it cannot have."""
 
 import gc
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
+import pytest
 
-from ferrorpc import ProcessGroup
+from ferrorpc import ConfigError, ProcessGroup
 from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import FaultPlan
 from tests.threads import together
 
 SECONDS = 20.0
@@ -39,3 +42,12 @@ def test_nothing_stays_of_members_that_were_killed_nor_of_what_they_had_not_rece
     assert len(world.sessions) == 2
     for each in (survivor, peer):
         each.close()
+
+
+@pytest.mark.parametrize(
+    ("faults", "text"),
+    [("slow", "delays no messages"), (FaultPlan, "delays no messages"), (FaultPlan(kill={0: 0.1}), "kills or pauses ranks")],
+)
+def test_faults_that_a_group_cannot_have_are_refused(faults: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        SimulatedBackend.create_group(2, faults=faults)
