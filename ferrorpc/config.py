@@ -372,6 +372,8 @@ def _resolve(setting: Setting, given: Mapping[str, Any], environment: Mapping[st
         raw, source = environment[setting.variable], setting.variable
     else:
         return Value(setting.default, "default")
+    if setting.parse in (path, token_path) and not isinstance(raw, str | os.PathLike):
+        raise ConfigError(f"{setting.name}= is a {type(raw).__name__}, not a path", hint="give a str or a pathlib.Path")
     text = _as_text(raw)
     try:
         value = setting.parse(text)

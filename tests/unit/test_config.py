@@ -3,6 +3,7 @@
 import socket
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from ferrorpc.config import (
     plain_name,
     seconds,
     size_bytes,
+    token_path,
     unknown_settings,
     world_size,
 )
@@ -200,9 +202,11 @@ def test_a_host_whose_name_no_member_may_have_gets_a_plain_one(monkeypatch: pyte
     assert plain_name(f"{plain}-0")
 
 
-def test_a_path_has_no_byte_of_zero() -> None:
-    with pytest.raises(ConfigError, match="trace_dir"):
-        Config({"trace_dir": "a\0b"}, {})
+@pytest.mark.parametrize("name", [setting.name for setting in SETTINGS if setting.parse in (path, token_path)])
+@pytest.mark.parametrize("given", ["a\0b", False, 1j, ["a", "b"], b"a", object()], ids=lambda given: type(given).__name__)
+def test_a_path_is_a_text_without_a_byte_of_zero(name: str, given: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Config({name: given}, {})
 
 
 @pytest.mark.parametrize("name", [setting.name for setting in SETTINGS if setting.parse is path])
