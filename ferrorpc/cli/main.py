@@ -32,7 +32,19 @@ COMMANDS: Final = {
 _NO_ARGUMENTS: Final[Any] = getattr(click.exceptions, "NoArgsIsHelpError", ())
 """Raised for a group without a command. click 8.1 lacks it and shows the help without an exception."""
 
-cli = click.version_option(package_name="ferrorpc", message="%(version)s")(
+
+def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    """Runs the command, whose module is imported only here."""
+    command = cli.get_command(context, "version")
+    if is_asked and command is not None:
+        context.invoke(command)
+        context.exit()
+
+
+_version_option = click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show the version and exit."
+)
+cli = _version_option(
     LazyGroup(
         COMMANDS,
         name="ferrorpc",

@@ -1,4 +1,4 @@
-"""What a member and its coordinator agree on: the version of their protocol, the sizes that they take, and what is valid."""
+"""What processes agree on: the versions of their protocols, the sizes that they take, and what is valid."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from ferrorpc.errors import UsageError
 
 SESSION_PROTOCOL_VERSION: Final = 1
 """Of a member's session with its coordinator."""
+DATA_PROTOCOL_VERSION: Final = 5
+"""Of what ranks send each other: the streams, the messages and segments of shared memory (`collectives/arena`), and the plans,
+which run over both. One number, so that ranks which differ in the plans alone refuse each other on either way."""
 LEASE_SECONDS_MAX: Final = 300
 KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 1 << 20

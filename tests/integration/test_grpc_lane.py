@@ -29,11 +29,12 @@ from ferrorpc.generation_errors import PEER_LEFT
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc import server as server_module, transport as transport_module
 from ferrorpc.transports.grpc.send_queue import FRAME_BYTES_MAX, FRAMES_MAX
-from ferrorpc.transports.grpc.server import METHOD, STREAM_PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.grpc.server import METHOD, WorkerServer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import Key, encode
+from ferrorpc.wire.limits import DATA_PROTOCOL_VERSION
 from ferrorpc.wire.token import Token
 from tests.integration.lane_ranks import SECONDS, Rank, assignment_of, header_of, pair_of, random_bytes, send, two_servers
 from tests.integration.slow_link import slow_link
@@ -173,7 +174,7 @@ def test_a_stream_of_an_older_generation_is_refused_with_the_newer_one(servers: 
 def refusal_of(server: WorkerServer, **changes: object) -> FerroError:
     """What a stranger is told that opens a stream like rank 0 of generation 1 would, but for these changes."""
     fields = {
-        "protocol_version": STREAM_PROTOCOL_VERSION,
+        "protocol_version": DATA_PROTOCOL_VERSION,
         "job": "j",
         "cluster_id": "c",
         "generation": 1,

@@ -13,12 +13,13 @@ import grpc
 import pytest
 
 from ferrorpc.errors import AuthenticationError
-from ferrorpc.transports.grpc.server import METHOD, STREAM_PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.grpc.server import METHOD, WorkerServer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.identity import Role
+from ferrorpc.wire.limits import DATA_PROTOCOL_VERSION
 from ferrorpc.wire.tls import Dialer
 from tests.certificates import Issuer, variables
 from tests.integration.coordinator_process import coordinator
@@ -107,7 +108,7 @@ def test_who_is_no_worker_of_the_job_is_refused_and_told_why(
     servers: list[WorkerServer], authorities: tuple[Issuer, Issuer], job: str, role: Role
 ) -> None:
     files = authorities[0].issue(role, job)
-    opening = transport_pb2.Open(protocol_version=STREAM_PROTOCOL_VERSION, job=JOB, source_rank=1, generation=1)
+    opening = transport_pb2.Open(protocol_version=DATA_PROTOCOL_VERSION, job=JOB, source_rank=1, generation=1)
     message = transport_pb2.DataMessage(open=opening).SerializeToString()
     with Dialer(files).channel(servers[0].address, JOB, Role.WORKER, options.data_channel()) as channel:
         answers = list(channel.stream_stream(METHOD)(iter([message]), timeout=SECONDS))

@@ -14,11 +14,12 @@ from ferrorpc.transports.control import CONTROL_MAX
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc import server as server_module
 from ferrorpc.transports.grpc.pending_streams import PENDING_MAX
-from ferrorpc.transports.grpc.server import METHOD, STREAM_PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.grpc.server import METHOD, WorkerServer
 from ferrorpc.v1 import tensor_pb2, transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import Key
+from ferrorpc.wire.limits import DATA_PROTOCOL_VERSION
 from ferrorpc.wire.refusal_log import LOGGED_MAX
 from tests.integration.lane_ranks import SECONDS, Rank, assignment_of, pair_of, random_bytes, send, two_servers
 from tests.waiting import eventually
@@ -40,7 +41,7 @@ def pair(servers: list[WorkerServer]) -> list[Rank]:
 
 def opening(**changes: object) -> bytes:
     """That of rank 0 to rank 1, but for what is changed."""
-    fields = {"protocol_version": STREAM_PROTOCOL_VERSION, "job": "j", "cluster_id": "c", "generation": 1, "source_rank": 0}
+    fields = {"protocol_version": DATA_PROTOCOL_VERSION, "job": "j", "cluster_id": "c", "generation": 1, "source_rank": 0}
     said = transport_pb2.Open(**fields | {"target_rank": 1, "token": "secret"} | changes)
     return transport_pb2.DataMessage(open=said).SerializeToString()
 

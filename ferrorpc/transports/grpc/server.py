@@ -41,14 +41,13 @@ from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.address import cannot_listen, join_address, listen
 from ferrorpc.wire.identity import Role, compared, described, peer_identities
+from ferrorpc.wire.limits import DATA_PROTOCOL_VERSION
 from ferrorpc.wire.parse import parse
 from ferrorpc.wire.refusal_log import RefusalLog, quoted
 from ferrorpc.wire.tls import Dialer, TlsFiles
 from ferrorpc.wire.tls_diagnosis import diagnose
 from ferrorpc.wire.token import NO_TOKEN, Token
 
-STREAM_PROTOCOL_VERSION: Final = 2
-"""Of the streams between workers."""
 METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
 STREAMS_MAX: Final = 4096
 OPEN_TIMEOUT_SECONDS: Final = 20.0
@@ -287,10 +286,10 @@ class WorkerServer:
             )
         if not self.token.accepts(opening.token, opening.token_before or opening.token):  # older peers bring only one
             raise AuthenticationError("the token of the stream is not that of this job")
-        if opening.protocol_version != STREAM_PROTOCOL_VERSION:
+        if opening.protocol_version != DATA_PROTOCOL_VERSION:
             raise VersionMismatchError(
                 f"rank {opening.source_rank} speaks version {opening.protocol_version} of the data plane's protocol, "
-                f"rank {opening.target_rank} version {STREAM_PROTOCOL_VERSION}"
+                f"rank {opening.target_rank} version {DATA_PROTOCOL_VERSION}"
             )
         return opening
 

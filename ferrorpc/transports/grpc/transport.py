@@ -29,12 +29,13 @@ from ferrorpc.transports.grpc.incoming_stream import GOODBYE, IncomingStream, re
 from ferrorpc.transports.grpc.lane import Lane
 from ferrorpc.transports.grpc.link import Link
 from ferrorpc.transports.grpc.request_iterator import RequestIterator
-from ferrorpc.transports.grpc.server import STREAM_PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.error_detail import restore
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key, encode
+from ferrorpc.wire.limits import DATA_PROTOCOL_VERSION
 
 DIAL_SECONDS: Final = 20.0
 
@@ -340,7 +341,7 @@ class GrpcTransport(Transport):
     def _open_message(self, peer: int, lane: int) -> bytes:
         token, before = self._server.token.both()
         opening = transport_pb2.Open(
-            protocol_version=STREAM_PROTOCOL_VERSION,
+            protocol_version=DATA_PROTOCOL_VERSION,
             job=self.assignment.job,
             cluster_id=self.assignment.cluster_id,
             generation=self.assignment.generation,

@@ -20,10 +20,9 @@ from ferrorpc.transports.shared_memory.link import Link
 from ferrorpc.transports.shared_memory.segment import Segment, map_peer
 from ferrorpc.types import Assignment
 from ferrorpc.v1.shared_memory_pb2 import SharedMemoryGreeting, SharedMemoryOffer
+from ferrorpc.wire.limits import DATA_PROTOCOL_VERSION
 from ferrorpc.wire.parse import parse
 
-SHARED_MEMORY_VERSION: Final = 4
-"""Version of the messages on the sockets and of the data that ranks read in each other's segments (`collectives/arena`)."""
 GREETING_SECONDS: Final = 5.0
 """How long a rank that has offered its memory may take to send its greeting. Milliseconds are normal."""
 
@@ -138,7 +137,7 @@ class Handshaker:
     def _greet(self, connection: socket.socket, rank: int) -> None:
         mine = self._assignment
         greeting = SharedMemoryGreeting(
-            version=SHARED_MEMORY_VERSION,
+            version=DATA_PROTOCOL_VERSION,
             job=mine.job,
             cluster_id=mine.cluster_id,
             generation=mine.generation,
@@ -161,10 +160,9 @@ class Handshaker:
                 rank = self._check(greeting, connection, dialled)
                 if dialled is None:
                     self._greet(connection, rank)  # also where the versions differ: then both name them
-                if greeting.version != SHARED_MEMORY_VERSION:
+                if greeting.version != DATA_PROTOCOL_VERSION:
                     raise VersionMismatchError(
-                        f"it speaks version {greeting.version} of the shared memory's protocol, "
-                        f"this rank {SHARED_MEMORY_VERSION}"
+                        f"it speaks version {greeting.version} of the data plane's protocol, this rank {DATA_PROTOCOL_VERSION}"
                     )
                 memory = map_peer(descriptor, greeting.segment_bytes, self._offers[rank].nonce)
             finally:

@@ -233,6 +233,12 @@ def test_the_version_is_also_an_option(capfd):
     assert capfd.readouterr().out.strip() == version("ferrorpc")
 
 
+def test_the_option_says_so_where_ferrorpc_is_no_installed_distribution(monkeypatch, capfd):
+    monkeypatch.setattr("ferrorpc.versions.version_of", lambda name: "")
+    assert run(["--version"]) == 0
+    assert capfd.readouterr().out.strip() == "0+unknown"
+
+
 def test_a_file_that_cannot_be_written_is_64_and_named_without_a_traceback(capfd, tmp_path):
     path = tmp_path / "missing" / "plan.svg"
     assert run(["plan", "pipeline", "--schedule", "zbv", "--svg", str(path)]) == 64

@@ -14,8 +14,8 @@ from ferrorpc.collectives.algorithms.plan import Fold, FoldOwn, Load, Quantise, 
 from ferrorpc.collectives.algorithms.validate import _enter, _ranks, findings, formulas
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.collectives.select import select
-from ferrorpc.transports.grpc.server import STREAM_PROTOCOL_VERSION
 from ferrorpc.types import DType, ReduceOp, TensorSpec
+from ferrorpc.wire.limits import DATA_PROTOCOL_VERSION
 
 GROUPS = range(1, 34)
 ALL_COUNTS_UP_TO = 12
@@ -144,8 +144,8 @@ def digest_of_plans() -> str:
 
 def test_plans_are_part_of_the_protocol():
     """Ranks of two releases would take each other's parts for others, and return wrong sums in silence. Where this fails, raise
-    STREAM_PROTOCOL_VERSION, so that they refuse each other, and note the new digest beside it."""
-    assert {STREAM_PROTOCOL_VERSION: digest_of_plans()} == {2: "8d9af2cc134bc6ae"}
+    DATA_PROTOCOL_VERSION, so that they refuse each other, and note the new digest beside it."""
+    assert {DATA_PROTOCOL_VERSION: digest_of_plans()} == {5: "8d9af2cc134bc6ae"}
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)

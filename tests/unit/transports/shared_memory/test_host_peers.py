@@ -21,6 +21,7 @@ from ferrorpc.testing import ManualClock
 from ferrorpc.transports.shared_memory import discovery, handshake, host_identity
 from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, SIZE_BYTES_MIN, Segment
 from ferrorpc.v1 import shared_memory_pb2
+from ferrorpc.wire.limits import DATA_PROTOCOL_VERSION
 from tests.unit.transports.shared_memory.host_worlds import SECONDS, HostWorld, in_a_forked_child
 from tests.waiting import eventually
 
@@ -136,9 +137,7 @@ def test_a_rank_that_does_not_know_the_secret_is_no_host_peer(monkeypatch: pytes
 
     def lie(self: handshake.Handshaker, connection: socket.socket, rank: int) -> None:
         if self._assignment.rank == 1:
-            false = shared_memory_pb2.SharedMemoryGreeting(
-                version=handshake.SHARED_MEMORY_VERSION, source_rank=1, target_rank=rank
-            )
+            false = shared_memory_pb2.SharedMemoryGreeting(version=DATA_PROTOCOL_VERSION, source_rank=1, target_rank=rank)
             socket.send_fds(connection, [false.SerializeToString()], [self._descriptor])
         else:
             greet(self, connection, rank)
@@ -175,7 +174,7 @@ def test_ranks_of_different_versions_share_nothing_and_both_versions_are_named(
     monkeypatch.setattr(handshake.Handshaker, "_greet", greet_as)
     with HostWorld(2) as ranks:
         assert ranks[0].ranks == (0,)
-        said = f"rank {older}: it speaks version 3 of the shared memory's protocol, this rank {handshake.SHARED_MEMORY_VERSION}"
+        said = f"rank {older}: it speaks version 3 of the data plane's protocol, this rank {DATA_PROTOCOL_VERSION}"
         assert ranks[0].separation_reason == f"rank {1 - older}: {said}"
 
 
