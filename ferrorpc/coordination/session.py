@@ -35,7 +35,7 @@ from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
 from ferrorpc.wire.error_detail import detail_of, encodable, restore
-from ferrorpc.wire.limits import SESSION_PROTOCOL_VERSION
+from ferrorpc.wire.limits import DATA_PROTOCOL_VERSION, SESSION_PROTOCOL_VERSION
 
 LAST_CALL_SECONDS: Final = 1.0
 """How long an elastic rendezvous stays open for more members once it has enough."""
@@ -93,7 +93,7 @@ class RemoteSession(Session):
         self._policy = policy
         self._pinned_rank = -1 if pinned_rank is None else pinned_rank
         self._hinted_rank = -1 if hinted_rank is None else hinted_rank
-        all_labels = dict(labels or {}) | {"pid": str(os.getpid())}
+        all_labels = dict(labels or {}) | {"pid": str(os.getpid()), "data_protocol": str(DATA_PROTOCOL_VERSION)}
         self._hello = wire.Hello(
             protocol_version=SESSION_PROTOCOL_VERSION,
             version=own_version(),

@@ -6,7 +6,7 @@ request may be granted some seconds later. Two newcomers that both live never fi
 
 from __future__ import annotations
 
-from ferrorpc.errors import ConfigError
+from ferrorpc.errors import ConfigError, VersionMismatchError
 from ferrorpc_coordinator.state.member import Member
 
 
@@ -34,10 +34,23 @@ def run_conflict(job: str, claimant: Member, holder: Member) -> ConfigError:
     return _conflict(f"{text} at this coordinator", holder, "give each run its own job (`ferrorpc run --job NAME`)")
 
 
+def data_protocol_conflict(job: str, claimant: Member, holder: Member) -> VersionMismatchError:
+    """What they send each other differs."""
+    text = f"{claimant} speaks version {claimant.data_protocol} of the data plane's protocol, {holder}{_if_gone(holder)} "
+    text += f"version {holder.data_protocol}, in the same job {job}"
+    hint, passes = _what_to_try(VersionMismatchError.default_hint, holder)
+    return VersionMismatchError(text, hint=hint, retryable=passes)
+
+
 def _conflict(text: str, holder: Member, hint: str, **fields: list[str]) -> ConfigError:
+    hint, passes = _what_to_try(hint, holder)
+    return ConfigError(text, hint=hint, retryable=passes, **fields)
+
+
+def _what_to_try(hint: str, holder: Member) -> tuple[str, bool]:
+    """The hint, and whether the holder may go, so that the same request can be granted later."""
     passes = not holder.connected or holder.rank >= 0
-    waiting = f"; or start this process again when {holder.name} is known to be gone" if passes else ""
-    return ConfigError(text, hint=hint + waiting, retryable=passes, **fields)
+    return f"{hint}; or start this process again when {holder.name} is known to be gone" if passes else hint, passes
 
 
 def _if_gone(holder: Member) -> str:

@@ -177,8 +177,9 @@ class Coordinator:
                 f"this coordinator {SESSION_PROTOCOL_VERSION} (ferrorpc {self.settings.version or 'unknown'})"
             )
             self._note_refusal(caller, hello.job, who, error)
-            if hello.job in self._jobs:
-                self._jobs[hello.job].refused(hello.name[:128], error)
+            job = self._job(hello.job, begins=False)
+            job.refused(hello.name[:128], error)
+            self._keep_if_room(job)
             raise error
         if self._draining:
             raise CoordinatorUnavailableError("this coordinator is stopping", hint="try again shortly")
@@ -223,8 +224,7 @@ class Coordinator:
                 removes = request.request.HasField("removal")
                 job = self._known_job(request, caller) if removes else self._job(request.job, begins=False)
                 job.call_report(Requester(call, None, ""), request.request)
-                if len(self._jobs) < self.settings.limits.jobs:  # what ended before it joined takes the place of no other job
-                    self._keep(job)
+                self._keep_if_room(job)
             else:
                 self._unary_request(call, request)
         except FerroError as error:
@@ -304,6 +304,11 @@ class Coordinator:
         if len(self._jobs) >= self.settings.limits.jobs:
             self._evict_ended_job()
         self._jobs[name] = job
+
+    def _keep_if_room(self, job: Job) -> None:
+        """As `_keep`, for what is known of processes that did not join: it takes the place of no other job."""
+        if len(self._jobs) < self.settings.limits.jobs:
+            self._keep(job)
 
     def _ended_jobs(self) -> list[str]:
         """Names of the jobs that have no living member, and in which nobody waits."""

@@ -101,9 +101,8 @@ class Job:
         return member, before
 
     def refused(self, name: str, error: FerroError) -> None:
-        """A process was refused: those who wait for it, if anyone does, are told why."""
-        if self.rendezvous.is_open:
-            self.rendezvous.strays.refused(name, error.message)
+        """A process was refused: those who wait for it, now or soon, are told why."""
+        self.rendezvous.strays.refused(name, error.message)
 
     def disconnect(self, member: Member, stream: int) -> None:
         """A stream ended."""

@@ -108,6 +108,16 @@ class Member:
         return dict(self.labels).get("run", "")
 
     @property
+    def data_protocol(self) -> str:
+        """The version of what it sends to other ranks; empty for one that does not say."""
+        return dict(self.labels).get("data_protocol", "")
+
+    def understands(self, other: Member) -> bool:
+        """Whether they can be ranks of one generation: they do not say that what they send to other ranks differs."""
+        own, theirs = self.data_protocol, other.data_protocol
+        return own == theirs or "" in (own, theirs)
+
+    @property
     def alive(self) -> bool:
         """Neither dead nor departed; perhaps suspect."""
         return self.liveness not in _GONE

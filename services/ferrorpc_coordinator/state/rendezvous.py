@@ -26,7 +26,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.error_detail import detail_of
-from ferrorpc_coordinator.state.conflicts import rank_conflict, run_conflict, size_conflict
+from ferrorpc_coordinator.state.conflicts import data_protocol_conflict, rank_conflict, run_conflict, size_conflict
 from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.member import Liveness, Member
@@ -85,11 +85,6 @@ class Rendezvous:
         """Members whose request timed out in this round, and when."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether anyone waits."""
-        return bool(self._pending)
-
-    @property
     def reforming(self) -> dict[str, int]:
         """Since when members of the newest generation have waited for the next one."""
         return {name: pending.since for name, pending in self._pending.items() if pending.member.rank >= 0}
@@ -124,6 +119,7 @@ class Rendezvous:
             self._check(member, request)
             self._check_size(member, request)
             self._check_run(member)
+            self._check_data_protocol(member)
             self._check_rank(member, request.pinned_rank)
         except FerroError as error:
             self.strays.refused(member.name, error.message)
@@ -163,7 +159,6 @@ class Rendezvous:
                 self._close(chosen)
         else:
             self._cancel_last_call()
-            self.strays.refusals.clear()
         self._pending_notice.notify()
 
     def waiting_reason(self) -> str:
@@ -186,7 +181,7 @@ class Rendezvous:
         if exits := self.strays.exits:
             reason += f"; ended early: {'; '.join(exits)}"
         refusals = self.strays.refusals
-        return f"{reason}; refused: {'; '.join(refusals.values())}" if refusals else reason
+        return f"{reason}; refused: {'; '.join(refusals)}" if refusals else reason
 
     def _unfinished(self) -> str:
         """What the newest generation does while living members of it have not asked to join."""
@@ -353,16 +348,30 @@ class Rendezvous:
         """Raises ConfigError if others have, or ask for, another size of the world. That of a generation's connected members
         counts: who asks for another is refused, also if they came before, while nobody was connected. Otherwise the first's."""
         size, newest, job = (request.policy.min_size, request.policy.max_size), self._generations.newest, self._context.job
-        holder = member if member.rank >= 0 else None
-        if holder is None:
-            holder = next((known for known in newest.members if known.connected), None)
-            wanted = newest.policy.min_size, newest.policy.max_size
-            if holder is not None and wanted != size:
-                raise size_conflict(job, member, size, holder, wanted)
+        holder, wanted = self._holder(member), (newest.policy.min_size, newest.policy.max_size)
+        if holder is not None and holder is not member and wanted != size:
+            raise size_conflict(job, member, size, holder, wanted)
         for other in [other for other in self._pending.values() if other.member is not member and other.size != size]:
             if holder is None:
                 raise size_conflict(job, member, size, other.member, other.size)
             self._reject([other], size_conflict(job, other.member, other.size, holder, size))
+
+    def _check_data_protocol(self, member: Member) -> None:
+        """Raises VersionMismatchError if ranks would not understand each other. Whose version counts: as with sizes."""
+        job, holder = self._context.job, self._holder(member)
+        if holder is not None and not member.understands(holder):
+            raise data_protocol_conflict(job, member, holder)
+        for other in [other for other in self._pending.values() if not member.understands(other.member)]:
+            if holder is None:
+                raise data_protocol_conflict(job, member, other.member)
+            self._reject([other], data_protocol_conflict(job, other.member, member))
+
+    def _holder(self, member: Member) -> Member | None:
+        """Whose size and version count in the newest generation: `member` itself if it has a rank there, else the first that
+        is connected, if any is."""
+        if member.rank >= 0:
+            return member
+        return next((known for known in self._generations.newest.members if known.connected), None)
 
     def _check_run(self, member: Member) -> None:
         """Raises ConfigError if members of another run ask. If `member` is of the run that goes on, refuses those instead."""
@@ -458,7 +467,7 @@ class Rendezvous:
 
     def _refusals(self) -> str:
         refusals = self.strays.refusals
-        return f". Refused: {'; '.join(refusals.values())}" if refusals else ""
+        return f". Refused: {'; '.join(refusals)}" if refusals else ""
 
     def _other_losses(self, ranks: list[int]) -> str:
         told = [*self._last_holders(ranks).values(), *(pending.member for pending in self._pending.values())]

@@ -6,7 +6,7 @@ from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.v1 import rendezvous_pb2, session_pb2
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import join
+from tests.unit.coordinator_state.helpers import error, join
 
 
 def early_exit(world: World, name: str, code: int = 1, reason: str = "ImportError: no torch", launch: str = "") -> None:
@@ -49,6 +49,23 @@ def test_so_is_the_next_process_of_one_that_has_died() -> None:
     world.ask("b", leave=rendezvous_pb2.LeaveRequest())
     early_exit(world, "b", reason="told of late", launch="run/1")
     assert "told of late" not in rendezvous_reason(world)
+
+
+def test_who_waits_later_is_told_of_one_that_was_refused_while_nobody_waited() -> None:
+    """Also before anybody of the job came."""
+    world = World()
+    world.hello("b", protocol_version=9)
+    world.tick(30 * SECOND)
+    join(world, "a", size=2, timeout_ms=5000)
+    assert "refused: 'b' speaks protocol 9" in rendezvous_reason(world)
+    world.tick(6 * SECOND)
+    join(world, "a", size=2, timeout_ms=5000)
+    world.tick(6 * SECOND)
+    assert "Refused: 'b' speaks protocol 9" in error(world, "a").message
+    world.tick(600 * SECOND)
+    world.hello("a", instance="2")
+    join(world, "a", size=2)
+    assert "refused" not in rendezvous_reason(world), "that is too long ago"
 
 
 def test_who_was_refused_and_ended_is_told_of_once() -> None:
