@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, strategies as st
 from ferrorpc.ddp.bucket import ALIGNMENT_BYTES, FIRST_BUCKET_BYTES, lay_out
 from ferrorpc.errors import UsageError
 from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.limits import DATA_PROTOCOL_VERSION
 
 MIB = 1 << 20
 
@@ -130,3 +132,23 @@ def test_every_parameter_has_exactly_one_place_and_no_bucket_passes_the_cap(shap
             (slot.start, slot.stop) for slot in bare.slots
         ]
         assert (bare.header, bare.count) == (0, own.count - own.header)
+
+
+def test_layouts_are_part_of_the_protocol():
+    """A rank of another release that puts a gradient elsewhere would add others to it. Where this fails, raise
+    DATA_PROTOCOL_VERSION, so that they refuse each other, and note the new digest beside it."""
+    sizes = [1, 15, 16, 17, 1000, 40_000, 300_000, 3, 70_000]
+    dtypes = [DType.FLOAT32, DType.FLOAT32, DType.BFLOAT16, DType.FLOAT64]
+    parameters = [(f"p{i}", TensorSpec(dtypes[i % 4], (sizes[i % 9],))) for i in range(60)]
+    forwards = [name for name, _ in parameters]
+    layouts = [
+        lay_out(parameters[:count], cap, order=order, with_header=with_header)
+        for count in (1, 2, 7, 60)
+        for cap in (1, 1 << 16, 1 << 20, 25 << 20)
+        for order in (None, forwards[:count])
+        for with_header in (True, False)
+    ]
+    buckets = [(bucket.index, bucket.header, bucket.count) for layout in layouts for bucket in layout.buckets]
+    slots = [(slot.name, slot.bucket, slot.flag, slot.start, slot.stop) for layout in layouts for slot in layout.slots.values()]
+    digest = hashlib.sha256(f"{buckets} {slots}".encode()).hexdigest()[:16]
+    assert {DATA_PROTOCOL_VERSION: digest} == {5: "197ea8d3c8a9427c"}
