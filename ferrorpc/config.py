@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypedDict
 
 from ferrorpc.errors import ConfigError
 
@@ -259,6 +259,42 @@ SETTINGS: Final = (
     Setting("otel", False, boolean, "spans and durations of operations through OpenTelemetry's API"),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
+_Seconds: TypeAlias = float | str | timedelta | None
+_Path: TypeAlias = str | os.PathLike[str] | None
+
+
+class SettingArguments(TypedDict, total=False):
+    """The types of SETTINGS as arguments, but for the three that `init_process_group` names. None counts as not given."""
+
+    coordinator: str | None
+    job: str | None
+    name: str | None
+    world_size: int | str | tuple[int, int] | None
+    rank_hint: int | None
+    device: int | None
+    lanes: int | None
+    bind: str | None
+    advertise: str | None
+    port: int | None
+    listen: str | None
+    data_dir: _Path
+    http_port: int | None
+    cost_table: _Path
+    algorithm: str | None
+    heartbeat_interval: _Seconds
+    lease: _Seconds
+    grace: _Seconds
+    stall: _Seconds
+    max_outage: _Seconds
+    tls_ca: _Path
+    tls_cert: _Path
+    tls_key: _Path
+    token_file: _Path
+    insecure: bool | None
+    log_level: str | None
+    log_format: str | None
+    trace_dir: _Path
+    otel: bool | None
 
 
 _SET_BY_LAUNCHER: Final = "leave it out: `ferrorpc run`, torchrun, SLURM and mpirun set it by variables"

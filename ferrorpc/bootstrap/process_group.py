@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from functools import partial
-from typing import Any, Final
+from typing import Final, Unpack
 
 from ferrorpc.backends import registry
 from ferrorpc.backends.base import Backend
@@ -24,7 +24,7 @@ from ferrorpc.bootstrap.environment import (
 )
 from ferrorpc.bootstrap.launcher_process import launcher_process_id
 from ferrorpc.collectives.tuning import parse_algorithms
-from ferrorpc.config import LAUNCH_VARIABLE, Config, host_name, unknown_settings
+from ferrorpc.config import LAUNCH_VARIABLE, Config, SettingArguments, host_name, unknown_settings
 from ferrorpc.coordination import process_exit
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
@@ -65,7 +65,7 @@ _open: list[LocalSession | RemoteSession] = []
 
 
 def init_process_group(
-    backend: str = "auto", transport: str = "auto", timeout: float | None = None, **settings: Any
+    backend: str = "auto", transport: str = "auto", timeout: float | None = None, **settings: Unpack[SettingArguments]
 ) -> ProcessGroup:
     """Joins this process's job and returns the group of all its ranks; a context manager.
 
@@ -103,8 +103,8 @@ def init_process_group(
     for session in _open:
         session.leave()  # to the end, where that was interrupted
     chosen = {"backend": backend, "transport": transport}
-    arguments = settings | {name: value for name, value in chosen.items() if value != "auto"} | {"timeout": timeout}
-    config = Config(arguments)
+    arguments = {name: value for name, value in chosen.items() if value != "auto"} | {"timeout": timeout}
+    config = Config({**settings, **arguments})
     set_up_logging(config)
     set_up_telemetry(config)
     for name, meant in unknown_settings(os.environ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import assert_type
 
 import ferrorpc
@@ -29,6 +30,13 @@ def misspelt(group: ferrorpc.ProcessGroup) -> None:
         group.barrier()
     except ferrorpc.PeerLostEror:  # type: ignore[attr-defined]
         group.reform()
+
+
+def settings() -> None:
+    """Every setting is known by its name."""
+    ferrorpc.init_process_group("grpc", timeout=30.0, world_size=(2, 4), lease="500ms", tls_ca=Path("ca.pem"), port=None)
+    ferrorpc.init_process_group(timeot=30.0)  # type: ignore[call-arg]
+    ferrorpc.init_process_group(world_size=2.0)  # type: ignore[arg-type]
 
 
 def starred(group: ProcessGroup) -> int:  # noqa: F405

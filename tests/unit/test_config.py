@@ -12,6 +12,7 @@ from ferrorpc.config import (
     LAUNCH_VARIABLE,
     SETTINGS,
     Config,
+    SettingArguments,
     host_name,
     path,
     plain_name,
@@ -140,6 +141,11 @@ def test_an_argument_of_torchs_is_told_its_counterpart(name: str, hint: str) -> 
 def test_an_argument_with_a_letter_wrong_is_told_which_is_meant() -> None:
     with pytest.raises(ConfigError, match=r"wrold_size\ntry: world_size="):
         Config({"wrold_size": 4}, {})
+
+
+def test_every_setting_has_a_type_as_an_argument() -> None:
+    own = {"backend", "transport", "timeout"}
+    assert SettingArguments.__optional_keys__ | own == {setting.name for setting in SETTINGS}
 
 
 def test_every_setting_has_a_help_text_and_a_default_it_accepts() -> None:
