@@ -145,6 +145,9 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
                 for parts in (inner._modules, inner._parameters, inner._buffers) if inner is not None else ():
                     if isinstance(parts.get(name), _PARTS):
                         return parts[name]
+                if name == "sync_gradients":
+                    text = f"{type(self).__name__!r} object has no attribute {name!r}\ntry: leave it out: backward() averages"
+                    raise AttributeError(text, name=name, obj=self) from None
                 raise
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -74,6 +74,8 @@ def test_names_that_a_module_around_wrappers_gives_lead_through_them():
         assert all(outer.get_parameter(name) is parameter for name, parameter in outer.named_parameters())
         assert all(outer.get_buffer(name) is buffer for name, buffer in outer.named_buffers())
         assert all(outer.get_submodule(name) is part for name, part in outer.named_modules() if "." in name)
+        with pytest.raises(AttributeError, match=r"no attribute 'sync_gradients'\ntry: leave it out: backward\(\) averages"):
+            outer["net"].sync_gradients()
         with pytest.raises(AttributeError, match=r"DistributedDataParallel.* has no attribute .tail"):
             outer.get_submodule("head.tail")
         return True
