@@ -23,7 +23,7 @@ def tightest_limit(controller: str, version_1: Sequence[str], version_2: str, va
     """
     found, lines = [math.inf], list[str]()
     with contextlib.suppress(OSError):
-        lines = _OWN_GROUPS.read_text().splitlines()
+        lines = _OWN_GROUPS.read_text("utf-8").splitlines()
     for controllers, path in (line.split(":", 2)[1:] for line in lines):
         if controllers and controller not in controllers.split(","):
             continue
@@ -31,5 +31,5 @@ def tightest_limit(controller: str, version_1: Sequence[str], version_2: str, va
         inner = PurePosixPath(path.lstrip("/"))
         for group in (inner, *inner.parents):
             with contextlib.suppress(OSError, ValueError):
-                found.append(value_of(" ".join((_GROUPS / controllers / group / name).read_text() for name in names)))
+                found.append(value_of(" ".join((_GROUPS / controllers / group / name).read_text("utf-8") for name in names)))
     return min(found)

@@ -178,7 +178,7 @@ def run_alone(target: tuple[str, ...], processes: int, **flags: Any) -> int:
 
 def launch(plan: Plan, environment: Mapping[str, str]) -> int:
     """Runs a plan on this process's standard streams. Returns the exit code."""
-    with open(os.devnull, "w") as nowhere:  # in place of a stream that this process was started without
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:  # in place of a stream that this process was started without
         out, err = sys.stdout or nowhere, sys.stderr or nowhere
         out.flush()
         err.flush()

@@ -56,4 +56,4 @@ def _refused_call() -> str:
 
 def own_identity() -> HostIdentity:
     """The identity of this process's host. Only valid where `unsupported_reason` is empty."""
-    return HostIdentity(Path(_BOOT_ID).read_text().strip(), os.stat(_NETWORK).st_ino, os.geteuid())
+    return HostIdentity(Path(_BOOT_ID).read_text("ascii").strip(), os.stat(_NETWORK).st_ino, os.geteuid())
