@@ -133,7 +133,7 @@ class Admission:
             lease_ns=self._context.settings.granted_lease_ns(hello.lease_ms * MILLISECOND),
             host=hello.host,
             address=hello.address,
-            labels=tuple((label.name, label.value) for label in hello.labels),
+            labels={label.name: label.value for label in hello.labels},
             last_rank=-1 if before is None else before.last_rank,
             successor_of="" if before is None else before.launch,
             step_since=self._context.now,

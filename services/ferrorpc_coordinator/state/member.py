@@ -47,7 +47,7 @@ class Member:
     lease_ns: int
     host: str = ""
     address: str = ""
-    labels: tuple[tuple[str, str], ...] = ()
+    labels: dict[str, str] = field(default_factory=dict)
     liveness: Liveness = Liveness.PRESENT
     reason: str = ""
     stream: int | None = None
@@ -105,12 +105,12 @@ class Member:
     @property
     def run(self) -> str:
         """The launcher's run whose workers are the whole world; empty for a world that is not of one run."""
-        return dict(self.labels).get("run", "")
+        return self.labels.get("run", "")
 
     @property
     def data_protocol(self) -> str:
         """The version of what it sends to other ranks; empty for one that does not say."""
-        return dict(self.labels).get("data_protocol", "")
+        return self.labels.get("data_protocol", "")
 
     def understands(self, other: Member) -> bool:
         """Whether they can be ranks of one generation: they do not say that what they send to other ranks differs."""
@@ -215,7 +215,7 @@ class Member:
             row.state = identity_pb2.MEMBER_STATE_DEAD
         elif self.liveness is Liveness.LEFT:
             row.state = identity_pb2.MEMBER_STATE_LEFT
-        for name, value in self.labels:
+        for name, value in self.labels.items():
             row.labels.add(name=name, value=value)
         return row
 
@@ -232,7 +232,7 @@ class Member:
             lease_ns=row.lease_ms * 1_000_000,
             host=row.host,
             address=row.address,
-            labels=tuple((label.name, label.value) for label in row.labels),
+            labels={label.name: label.value for label in row.labels},
             liveness=gone.get(row.state, Liveness.SUSPECT),
             reason=row.reason,
             revision=row.revision,

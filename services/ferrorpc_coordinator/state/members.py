@@ -112,7 +112,7 @@ class Members:
             operation_ms=member.operation_ms,
             training=member.training,
         )
-        for name, value in member.labels:
+        for name, value in member.labels.items():
             description.labels.add(name=name, value=value)
         return description
 

@@ -301,7 +301,7 @@ class Rendezvous:
                 host=member.host,
                 address=member.address,
             )
-            for name, value in member.labels:
+            for name, value in member.labels.items():
                 peer.labels.add(name=name, value=value)
         return response
 
