@@ -31,6 +31,8 @@ TURN_SECONDS: Final = 1e-4
 IDLE_SECONDS: Final = 365 * 86_400.0
 """A world whose next timer is farther off, in virtual time, counts as deadlocked: an operation without a deadline always has
 another, because it explains its wait at ever longer intervals."""
+LEAVING_SECONDS: Final = 5.0
+"""How long, in real time, the next thread waits for one that has ended to free what it held, which may wait for the next."""
 FRAMES_SHOWN: Final = 4
 
 
@@ -121,6 +123,8 @@ class VirtualClock:
         self._first_body = 0
         """Number of the first main thread: helpers may have been started before it."""
         self._holder: _Thread | None = None
+        self._leaving: threading.Thread | None = None
+        """One that has ended and given the baton up, but may still free what it held."""
         self._main_count = 0
         self._failures: list[str] = []
         self._started = False
@@ -234,7 +238,7 @@ class VirtualClock:
                 self._timer_count += 1
                 heapq.heappush(self._timers, (until, self._timer_count, me, me.epoch, None))
         if self._hand_over() is not me:
-            me.baton.acquire()
+            self._take_baton(me)
         if me.fatal is not None:
             raise me.fatal
         if me.error is not None:
@@ -273,8 +277,16 @@ class VirtualClock:
         self._runnable.append(thread)
         self._real_threads.append(real)
 
+    def _take_baton(self, me: _Thread) -> None:
+        """Waits until `me` is chosen and runs alone: freeing what an ended thread held, such as compiled code of torch, may run
+        code."""
+        me.baton.acquire()
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.join(LEAVING_SECONDS)
+
     def _run_thread(self, thread: _Thread, body: Callable[[], None]) -> None:
-        thread.baton.acquire()
+        self._take_baton(thread)
         thread.ident = threading.get_ident()
         try:
             if thread.fatal is None:
@@ -286,6 +298,7 @@ class VirtualClock:
         finally:
             del self._threads[thread.number]
             self._main_count -= thread.main
+            self._leaving = threading.current_thread()
             self._hand_over()
 
     def _hand_over(self) -> _Thread | None:

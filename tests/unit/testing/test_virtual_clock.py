@@ -141,6 +141,27 @@ def test_a_helper_that_dies_and_an_action_that_raises_are_reported_to_those_who_
         run(clock, body)
 
 
+def test_what_a_thread_frees_at_its_end_is_freed_before_the_next_one_runs() -> None:
+    """Its thread-local values, after its body has returned."""
+    clock, order, own = VirtualClock(), [], threading.local()
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.05)
+            order.append("freed")
+
+    def first() -> None:
+        own.value = Slow()
+        order.append("first")
+
+    def second() -> None:
+        clock.parker().park(1.0)
+        order.append("second")
+
+    run(clock, first, second)
+    assert order == ["first", "freed", "second"]
+
+
 def test_helpers_unwind_when_the_worlds_own_threads_are_done() -> None:
     clock = VirtualClock()
     ended = []
