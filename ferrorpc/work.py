@@ -240,7 +240,11 @@ class Work(Generic[Result]):
         return error if error is None or self.translate_error is None else self.translate_error(error)
 
     def __await__(self) -> Generator[Any, None, Result]:
-        loop = asyncio.get_running_loop()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            hint = "elsewhere have a thread wait for it, as by await trio.to_thread.run_sync(work.wait)"
+            raise UsageError(f"{self.label} is awaited without a running loop of asyncio", hint=hint) from None
         if self._clock.one_at_a_time:
             yield from self._yield_in_turns(loop).__await__()
         else:

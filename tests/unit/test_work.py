@@ -121,6 +121,12 @@ def test_it_can_be_awaited() -> None:
     assert asyncio.run(main()) == 3
 
 
+def test_awaited_where_no_loop_of_asyncio_runs_it_says_what_to_await() -> None:
+    """As in trio."""
+    with pytest.raises(UsageError, match=r"is awaited without a running loop of asyncio\ntry: .*run_sync\(work.wait\)"):
+        work().__await__().send(None)
+
+
 def test_who_stopped_awaiting_and_closed_the_loop_disturbs_neither_the_driver_nor_who_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
