@@ -68,6 +68,15 @@ def test_who_waits_later_is_told_of_one_that_was_refused_while_nobody_waited() -
     assert "refused" not in rendezvous_reason(world), "that is too long ago"
 
 
+def test_of_who_was_refused_before_a_round_closed_the_next_one_hears_nothing() -> None:
+    world = World()
+    world.hello("z", protocol_version=9)
+    join(world, "a", "b")
+    join(world, "a", size=2)
+    assert "1 of 2 members ask to join" in rendezvous_reason(world)
+    assert "refused" not in rendezvous_reason(world)
+
+
 def test_who_was_refused_and_ended_is_told_of_once() -> None:
     world = World()
     join(world, "a", size=2)
