@@ -48,11 +48,11 @@ class TorchKind(Kind):
             )
         if x.is_meta:
             raise UsageError("the tensor is on the meta device, so it has no elements", hint="pass one that has data")
+        if x.is_nested:
+            raise UsageError("the tensor is nested: its rows differ in length", hint="send x.values(), or each of x.unbind()")
         if x.layout is not self._strided:
             hint = "pass x.to_dense(); for a gradient, make the module with sparse=False"
             raise UsageError(f"the tensor's layout is {x.layout}", hint=hint)
-        if x.is_nested:
-            raise UsageError("the tensor is nested: its rows differ in length", hint="send x.values(), or each of x.unbind()")
         return TensorSpec(dtype_named(str(x.dtype).removeprefix("torch.")), tuple(x.shape))
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
