@@ -27,9 +27,9 @@ class Strays:
         _keep_last(self._refusals, name, (self._context.now, why[:512]))
 
     def exited(self, name: str, how: str, has_failed: bool) -> None:
-        """A process ended. It counts unless it had been refused, and is told of in the job's log once."""
+        """A process ended. It counts unless it had been refused lately, and is told of in the job's log once."""
         name, how = escape_unprintable(name[:128]), escape_unprintable(how)[:512]
-        if name in self._refusals:
+        if name in dict(self._lately(self._refusals)):
             return
         is_news = self._exits.get(name, (0, ""))[1] != how
         _keep_last(self._exits, name, (self._context.now, how))

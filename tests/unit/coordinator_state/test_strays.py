@@ -24,14 +24,20 @@ def test_who_waits_is_told_of_what_has_just_ended_before_its_hello() -> None:
     told = "ended early: b\\n\\x1b[2J: exited with code 1: ImportError: no torch, before it said Hello; c: exited with code 0"
     assert told in rendezvous.waiting_reason()
     assert [note.text for note in world.notes if note.kind == "dead"] == [told.removeprefix("ended early: ").partition(";")[0]]
-    for _ in range(12):
-        world.tick(55 * SECOND)
-        join(world, "a", size=2)
+    wait_on(world, "a")
     assert "ended early" not in rendezvous.waiting_reason(), "that is too long ago"
 
 
 def rendezvous_reason(world: World) -> str:
     return world.coordinator.jobs["job"].rendezvous.waiting_reason()
+
+
+def wait_on(world: World, name: str) -> None:
+    """It asks again and again for eleven minutes."""
+    for _ in range(12):
+        world.tick(55 * SECOND)
+        join(world, name, size=2)
+    assert "1 of 2 members ask to join" in rendezvous_reason(world)
 
 
 def test_so_is_the_next_process_of_one_that_has_died() -> None:
@@ -62,9 +68,7 @@ def test_who_waits_later_is_told_of_one_that_was_refused_while_nobody_waited() -
     join(world, "a", size=2, timeout_ms=5000)
     world.tick(6 * SECOND)
     assert "Refused: 'b' speaks protocol 9" in error(world, "a").message
-    world.tick(600 * SECOND)
-    world.hello("a", instance="2")
-    join(world, "a", size=2)
+    wait_on(world, "a")
     assert "refused" not in rendezvous_reason(world), "that is too long ago"
 
 
@@ -85,3 +89,6 @@ def test_who_was_refused_and_ended_is_told_of_once() -> None:
     reason = world.coordinator.jobs["job"].rendezvous.waiting_reason()
     assert "refused: 'b' speaks protocol 9 (ferrorpc '1\\n\\x1b[2J')" in reason
     assert "ended early" not in reason
+    wait_on(world, "a")
+    early_exit(world, "b")
+    assert "ended early: b: exited with code 1" in rendezvous_reason(world), "that is the next one of its name"
