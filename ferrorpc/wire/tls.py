@@ -32,11 +32,20 @@ _STEPS_MAX: Final = 8
 _READS_MAX: Final = 5
 """How often files that change while they are read at the start are read again."""
 _RENEW_HINT: Final = "renew it with `ferrorpc certs issue`, from the authority that FERRORPC_TLS_CA names"
+NOT_YET_VALID: Final = 9
+"""OpenSSL's code for a certificate that begins to be valid later, by this host's clock."""
 _NO_ISSUER: Final = 20
 """OpenSSL's code for a certificate whose issuer is neither trusted nor in the file."""
 _WRONG_PURPOSE: Final = 26
 """OpenSSL's code for a certificate that is valid, but not for the end that shows it."""
+_UNKNOWN_TO_GRPC: Final = {
+    "Ed25519": bytes.fromhex("300506032b6570032100"),
+    "Ed448": bytes.fromhex("300506032b6571033a00"),
+    "P-521": bytes.fromhex("06052b81040023"),
+}
+"""Kinds of keys that OpenSSL takes and BoringSSL, which gRPC uses, does not; as certificates have them in DER."""
 _HINTS: Final = {
+    NOT_YET_VALID: "set this host's clock, which is behind (chrony, ntpd), or wait until the certificate is valid",
     _NO_ISSUER: "have it issued by an authority in FERRORPC_TLS_CA; an intermediate one's certificate follows in its file",
     _WRONG_PURPOSE: "who listens needs worker.pem or coordinator.pem; those of observers and admins are for commands",
 }
@@ -74,8 +83,9 @@ class TlsFiles:
         """Checks the files as the other end will, by a handshake in memory. Returns the identities in the certificate.
 
         Raises:
-            ConfigError: a file cannot be read, is no PEM, or key and certificate are no pair.
-            AuthenticationError: the certificate has expired, is of another authority or for another purpose.
+            ConfigError: a file cannot be read or is no PEM; key and certificate are no pair, or of a kind that gRPC refuses.
+            AuthenticationError: the certificate has expired, is not valid yet (retryable), is of another authority or for
+                another purpose.
         """
         self._contents()
         if self.certificate is None:
@@ -106,16 +116,23 @@ class TlsFiles:
         try:
             self.load_into(near)
             self.load_into(far)
-            return _handshake(near, far, listening=listening)
+            seen = _handshake(near, far, listening=listening)
         except ssl.SSLCertVerificationError as error:
             raise AuthenticationError(
                 f"the certificate {self.certificate} is not accepted: {error.verify_message}",
                 hint=_HINTS.get(error.verify_code, _RENEW_HINT),
+                retryable=error.verify_code == NOT_YET_VALID,
             ) from None
         except ssl.SSLError as error:
             raise self._no_pair(error) from None
         except OSError as error:
             raise self._unreadable(error) from None
+        encoded = seen.getpeercert(binary_form=True) or b""
+        for kind, mark in _UNKNOWN_TO_GRPC.items():
+            if mark in encoded:
+                text = f"the key of the certificate {self.certificate} is of a kind that gRPC does not take: {kind}"
+                raise ConfigError(text, hint="have it issued for a key of ECDSA on P-256 or P-384, or of RSA")
+        return seen.getpeercert() or {}
 
     def _no_pair(self, error: ssl.SSLError) -> ConfigError:
         """What is wrong with certificate or key. OpenSSL gives no reason for files that it cannot parse."""
@@ -329,8 +346,8 @@ class Dialer:
         return grpc.secure_channel(address, self._reloaded.current(), options=[*options, *name])
 
 
-def _handshake(near: ssl.SSLContext, far: ssl.SSLContext, *, listening: bool) -> Mapping[str, Any]:
-    """Does a handshake in memory. Returns the certificate that the verifying end saw."""
+def _handshake(near: ssl.SSLContext, far: ssl.SSLContext, *, listening: bool) -> ssl.SSLObject:
+    """Does a handshake in memory. Returns the end that has seen the certificate."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     client, server = far.wrap_bio(down, up), near.wrap_bio(up, down, server_side=True)
     open_ends = [client, server]
@@ -343,4 +360,4 @@ def _handshake(near: ssl.SSLContext, far: ssl.SSLContext, *, listening: bool) ->
                 continue
         if not open_ends:
             break
-    return (client if listening else server).getpeercert() or {}
+    return client if listening else server

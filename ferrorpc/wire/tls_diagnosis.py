@@ -9,7 +9,7 @@ from typing import Final
 from ferrorpc.errors import AuthenticationError, FerroError
 from ferrorpc.wire.address import split_address
 from ferrorpc.wire.identity import Role, server_name
-from ferrorpc.wire.tls import TlsFiles
+from ferrorpc.wire.tls import NOT_YET_VALID, TlsFiles
 
 SECONDS: Final = 2.0
 _REFUSED_HINT: Final = (
@@ -23,7 +23,7 @@ _OTHER_NAME_HINT: Final = (
     "issue its certificate with this host's name (`ferrorpc certs issue DIRECTORY coordinator --host NAME`), dial a name that "
     "it has, or set FERRORPC_TLS_CERT and FERRORPC_TLS_KEY here: then the job's name counts, not the host's"
 )
-_NOT_NOW: Final = (9, 10)
+_NOT_NOW: Final = (NOT_YET_VALID, 10)
 """OpenSSL's codes for a certificate that is not valid yet, or has expired."""
 _OTHER_NAME: Final = (62, 64)
 """OpenSSL's codes for a certificate that is valid, but for another host name or address."""
@@ -53,6 +53,7 @@ def diagnose(address: str, tls: TlsFiles | None, job: str, role: Role) -> FerroE
             return AuthenticationError(
                 f"the certificate of who listens at {address} does not hold now: {error.verify_message}",
                 hint=f"renew it there (`ferrorpc certs issue DIRECTORY {role}`); if it is new, compare the clocks",
+                retryable=error.verify_code == NOT_YET_VALID,
             )
         return AuthenticationError(
             f"who listens at {address} is not the {role} of job {job!r}: {error.verify_message}",

@@ -50,6 +50,8 @@ _PAGES_MAX: Final = 0x3FFFFFFF
 """As many as any SQLite takes: 4 TiB."""
 _SHRINK_PAGES: Final = 64
 """Pages freed in one step. The step writes about as many pages to the write-ahead log, so it must be small on a full disk."""
+_LOG_BYTES_MAX: Final = 16 << 20
+"""What SQLite keeps of the write-ahead log's file for the next groups, however large it has become."""
 _PROBE: Final = "probe"
 _PROBE_BYTES: Final = 64 << 10
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -430,6 +432,7 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
+    connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES_MAX}")
     if version not in (0, SCHEMA_VERSION):
         raise ConfigError(
             f"the journal {path} has format {version}, this version reads format {SCHEMA_VERSION}",

@@ -352,10 +352,10 @@ def _bind(server: grpc.aio.Server, options: Options) -> str:
         with contextlib.suppress(RuntimeError):
             port = server.add_insecure_port(listen) if tls is None else server.add_secure_port(listen, tls.server_credentials())
     if not port:
-        raise ConfigError(
-            f"cannot listen on {listen}: the port is in use, or the host is not an address of this machine",
-            hint="stop what uses it (perhaps another coordinator), or give another --listen",
-        )
+        why = "the port is in use, or the host is not an address of this machine"
+        why += "" if tls is None else f", or gRPC does not take the certificate {tls.certificate}"
+        hint = "stop what uses it (perhaps another coordinator), or give another --listen"
+        raise ConfigError(f"cannot listen on {listen}: {why}", hint=hint)
     return join_address(_host_of(options), port)
 
 

@@ -55,6 +55,8 @@ from ferrorpc_coordinator.state.running_time import RunningTime
 from ferrorpc_coordinator.state.settings import Settings
 from ferrorpc_coordinator.state.store import sets_a_value, writes_or_waits
 
+JOBS_NAMED_MAX: Final = 16
+"""In an error."""
 _OF_STRANGERS: Final = (AuthenticationError, PermissionDeniedError, VersionMismatchError)
 """Why a Hello is refused that is not of a member. From a stranger nobody is heard: he may be on the coordinator's own host."""
 
@@ -273,9 +275,11 @@ class Coordinator:
         """
         job = self._jobs.get(request.job)
         if job is None:
-            known = ", ".join(sorted(name for name in self._jobs if self._access.may_observe(caller, request.token, name)))
+            allowed = sorted(name for name in self._jobs if self._access.may_observe(caller, request.token, name))
+            known = sorted(allowed, key=lambda name: self._jobs[name].members.living == 0)  # the living first
+            more = f", and {len(known) - JOBS_NAMED_MAX} more" if len(known) > JOBS_NAMED_MAX else ""
             text = f"there is no job {request.job[:128]!r} here"
-            hint = f"the jobs of this coordinator: {known or 'none yet'}"
+            hint = f"the jobs of this coordinator: {', '.join(known[:JOBS_NAMED_MAX]) or 'none yet'}{more}"
             raise ConfigError(text, hint=hint) if self._jobs else ConfigError(text, hint=hint, jobs=0)
         return job
 

@@ -8,7 +8,7 @@ from typing import Any
 from ferrorpc_coordinator.state.events import Received, Tick
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
-from ferrorpc.v1 import barrier_pb2, identity_pb2, rendezvous_pb2, session_pb2
+from ferrorpc.v1 import barrier_pb2, error_pb2, identity_pb2, rendezvous_pb2, session_pb2
 from tests.transcripts.world import World
 
 
@@ -250,3 +250,16 @@ def test_ages_in_the_status_grow_while_no_member_is_there() -> None:
     (line,) = status.generations
     assert (line.age_ms, line.lasted_ms, line.broken) == (603_000, 3000, False)
     assert status.occurrences[-1].age_ms == 600_000
+
+
+def test_who_asks_for_a_job_that_is_not_there_is_told_of_those_that_live_and_of_no_crowd() -> None:
+    world = World()
+    for number in range(20):
+        world.job = f"job-{number:02}"
+        world.hello(world.job)
+        if number != 18:
+            world.ask(world.job, leave=rendezvous_pb2.LeaveRequest())
+    reply = world.replies[world.call(session_pb2.StatusRequest(job="absent"))]
+    assert isinstance(reply, error_pb2.ErrorDetail)
+    assert reply.hint.startswith("the jobs of this coordinator: job-18, job-00, job-01, ")
+    assert reply.hint.endswith(", job-14, and 4 more")

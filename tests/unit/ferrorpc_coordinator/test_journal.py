@@ -34,6 +34,17 @@ def test_rows_come_back_after_reopening(tmp_path):
     again.close()
 
 
+def test_after_large_groups_the_log_does_not_keep_their_size(tmp_path):
+    """It would take as much room as the database, beside it."""
+    journal = opened(tmp_path)
+    journal.commit([("store", f"{number}", bytes(1 << 20)) for number in range(24)])
+    for _ in range(3):
+        journal.commit([("store", "last", b"1")])
+    assert (tmp_path / "data" / "journal.sqlite-wal").stat().st_size <= 16 << 20
+    assert len(journal.rows()) == 25
+    journal.close()
+
+
 def test_what_is_written_reaches_the_disk_and_not_only_the_kernel(tmp_path):
     """A test cannot cause a power failure, so it checks the system calls."""
     journal = opened(tmp_path)

@@ -199,6 +199,30 @@ def test_an_intermediate_authority_will_do_without_the_one_above_it(tmp_path: Pa
         served.stop(0).wait(5)
 
 
+@pytest.mark.parametrize("listening", [True, False])
+@pytest.mark.parametrize("kind", ["Ed25519", "P-521", "P-384"])
+def test_a_kind_of_key_that_grpc_does_not_take_is_refused(
+    ours: Issuer, kind: str, listening: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL takes it, but no peer could connect."""
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+    keys = {
+        "Ed25519": ed25519.Ed25519PrivateKey.generate(),
+        "P-521": ec.generate_private_key(ec.SECP521R1()),
+        "P-384": ec.generate_private_key(ec.SECP384R1()),
+    }
+    monkeypatch.setattr(ec, "generate_private_key", lambda _curve: keys[kind])
+    files = ours.issue(Role.WORKER, "a")
+    if kind == "P-384":
+        assert files.check(listening=listening)
+    else:
+        with pytest.raises(
+            ConfigError, match=f"{files.certificate} is of a kind that gRPC does not take: {kind}\ntry: .*P-256"
+        ):
+            files.check(listening=listening)
+
+
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key"])
 def test_half_of_a_pair_is_not_taken_for_none(given: str) -> None:
     """Or who forgets a certificate would speak in the clear."""
@@ -228,6 +252,9 @@ def test_a_certificate_that_is_not_valid_yet_is_taken_when_it_is(
     assert mine.made == before
     (line,) = said(caplog)
     assert "not yet valid" in line
+    with pytest.raises(AuthenticationError, match=r"not yet valid\ntry: set this host's clock.* or wait") as raised:
+        files.check(listening=True)
+    assert raised.value.retryable
     ours.issue(Role.WORKER, "a")
     assert mine.renewed() not in (None, before)
 
