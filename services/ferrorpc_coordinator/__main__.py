@@ -25,7 +25,7 @@ from ferrorpc_coordinator import grpc_verbosity  # noqa: F401 (must be the first
 # isort: split
 from ferrorpc.config import SETTINGS, Config, Setting
 from ferrorpc.errors import ConfigError
-from ferrorpc.exit_codes import CONFIGURATION_ERRORS, EXIT_CONFIG, EXIT_FAILED
+from ferrorpc.exit_codes import CONFIGURATION_ERRORS, EXIT_CONFIG, EXIT_FAILED, EXIT_RETRY
 from ferrorpc.logs import set_up_logging
 from ferrorpc.versions import own_version
 from ferrorpc.wire.cost_table import read
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(serve(options, lambda announcement: _announce(announcement, forgets)))
     except CONFIGURATION_ERRORS as error:
         sys.stderr.write(f"ferrorpc coordinator: {error}\n")
-        return EXIT_CONFIG
+        return EXIT_RETRY if error.retryable else EXIT_CONFIG
     except Exception:
         logger.exception("the coordinator failed; what it acknowledged is in its data directory, if it has one")
         return EXIT_FAILED

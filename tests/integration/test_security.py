@@ -19,7 +19,7 @@ from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import AuthenticationError, ConfigError, FerroError, PermissionDeniedError
 from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.tls import TlsFiles
-from tests.certificates import Issuer, settings, variables
+from tests.certificates import DAY, Issuer, settings, variables
 from tests.integration.coordinator_process import coordinator, refused_start
 from tests.integration.launching import environment
 from tests.waiting import eventually
@@ -234,6 +234,16 @@ def test_encryption_alone_opens_no_port_to_strangers(ours, left_out, extra, comp
     words = [word for name, path in given.items() for word in (f"--{name.replace('_', '-')}", path)]
     code, errors = refused_start("--listen", "0.0.0.0:0", *words, *extra)
     assert (code, complaint in errors) == (64, True), errors
+
+
+def test_a_coordinator_whose_hosts_clock_is_behind_may_be_started_again(ours, monkeypatch):
+    """As a scheduler does for exit code 75: once the clock is set, the certificate is valid."""
+    from ferrorpc.cli import authority
+
+    monkeypatch.setattr(authority, "BACKDATED", -DAY / 2)
+    files = ours.issue(Role.COORDINATOR, "a", where="later")
+    code, errors = refused_start("--listen", "127.0.0.1:0", environment=variables(files))
+    assert (code, "not yet valid" in errors) == (75, True), errors
 
 
 @pytest.mark.parametrize("with_certificate", [False, True])
