@@ -19,7 +19,9 @@ class WriteResults:
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
-        self._clients: OrderedDict[str, OrderedDict[int, store_pb2.StoreResponse]] = OrderedDict()
+        self._clients: dict[str, OrderedDict[int, store_pb2.StoreResponse]] = {}
+        self._unary: OrderedDict[str, None] = OrderedDict()
+        """Those of unary calls, who last had a result kept last: unlike sessions, they never say that they are gone."""
 
     def find(self, client: str, request_id: int) -> store_pb2.StoreResponse | None:
         """The result of this request, if it was carried out."""
@@ -37,11 +39,12 @@ class WriteResults:
         while len(results) > self._context.limits.remembered_writes:
             oldest, _ = results.popitem(last=False)
             self._context.remove(TABLE, f"{client}/{oldest}")
-        while len(self._clients) > self._context.limits.remembered_clients + self._context.limits.members:
-            self.forget(next(iter(self._clients)))
+        while len(self._unary) > self._context.limits.remembered_clients:
+            self.forget(next(iter(self._unary)))
 
     def forget(self, client: str) -> None:
         """Forgets a client that will send nothing more."""
+        self._unary.pop(client, None)
         for request_id in self._clients.pop(client, ()):
             self._context.remove(TABLE, f"{client}/{request_id}")
 
@@ -61,4 +64,6 @@ class WriteResults:
 
     def _note(self, client: str, request_id: int, response: store_pb2.StoreResponse) -> None:
         self._clients.setdefault(client, OrderedDict())[request_id] = response
-        self._clients.move_to_end(client)
+        if client.startswith("/"):
+            self._unary[client] = None
+            self._unary.move_to_end(client)
