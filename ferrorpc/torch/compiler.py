@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 
 _LEFT_TO_IT: Final = ("ferrorpc.torch", "ferrorpc.torch.data_parallel")
-_OTHERS: Final = ("google.protobuf", "grpc")
+_OTHERS: Final = ("google.protobuf", "grpc", "weakref")
+"""What ferrorpc calls. Traced, weakref's finalizers fail where another thread makes one meanwhile."""
 
 
 @cache

@@ -151,11 +151,16 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
                 raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses a tensor or module under the name of one of the module's, which would not use it."""
+        """Refuses a tensor or module under the name of one of the module's, which would not use it, and any parameters."""
         if isinstance(value, _PARTS) and name != "module" and isinstance(getattr(self.module, name, None), _PARTS):
             raise UsageError(
                 f"{name!r} is a part of the module, but was set on its wrapper",
                 hint="set it on ddp.module; and give torch.func.functional_call ddp.module in place of ddp",
+            )
+        if name != "module" and _has_parameters(value):
+            raise UsageError(
+                f"{name!r} has parameters, but was set on the wrapper, which trains and saves those of its module alone",
+                hint="put it into the module before that is wrapped",
             )
         super().__setattr__(name, value)
 
@@ -262,6 +267,12 @@ def _without_prefix(state: Mapping[str, Any]) -> Any:
     if versions is not None:  # which modules need to read a state that older ones wrote
         found._metadata = {f"{name}.".removeprefix(_PREFIX)[:-1]: each for name, each in versions.items() if name}
     return found
+
+
+def _has_parameters(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return next(value.parameters(), None) is not None
+    return isinstance(value, torch.nn.Parameter)
 
 
 def _add_own_prefix(ddp: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -48,6 +49,13 @@ def test_a_wrapper_around_a_compiled_module_and_a_compiled_wrapper_compile_the_m
     results = run_world(2, body)
     check_same(results)
     check_close(results[0], reference(2, lambda m, rank: m(batch(rank, 1)).square().sum().backward()))
+
+
+def test_finalizers_that_a_compiled_step_makes_are_not_traced() -> None:
+    """Their registry is the process's, and changes meanwhile."""
+    trace_rules = pytest.importorskip("torch._dynamo.trace_rules")
+    run_world(2, lambda group: DistributedDataParallel(network(), group).module)
+    assert trace_rules.check(weakref.finalize.__init__)
 
 
 def _trained(group, compiled: bool, how: str, zero: bool):

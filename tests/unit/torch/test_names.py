@@ -29,6 +29,20 @@ def test_the_names_of_parameters_and_buffers_find_them():
     assert run_world(2, body) == [True, True]
 
 
+def test_parameters_that_are_set_on_the_wrapper_are_refused():
+    """They would be neither trained nor saved."""
+
+    def body(group):
+        ddp = DistributedDataParallel(_net(), group)
+        for part in (torch.nn.Linear(1, 1), torch.nn.Parameter(torch.ones(1))):
+            with pytest.raises(UsageError, match="'margin' has parameters, but was set on the wrapper"):
+                ddp.margin = part
+        ddp.criterion = torch.nn.MSELoss()
+        return True
+
+    assert run_world(2, body) == [True, True]
+
+
 def test_names_of_modules_join_to_those_of_their_parameters():
     """As recipes for weight decay do it."""
 
