@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ferrorpc.v1 import barrier_pb2, error_pb2, rendezvous_pb2, session_pb2, store_pb2
+from ferrorpc.v1 import barrier_pb2, error_pb2, identity_pb2, rendezvous_pb2, session_pb2, store_pb2
 from tests.transcripts.world import World
 
 
@@ -34,6 +34,12 @@ def ask_elastic(world: World, name: str, low: int, high: int, last_call_ms: int 
         timeout_ms=60_000,
     )
     return world.ask(name, join=request)
+
+
+def labelled(world: World, label: str, value: str, *names: str) -> None:
+    """New processes with this label; without any where its value is empty."""
+    for name in names:
+        world.hello(name, labels=[identity_pb2.Label(name=label, value=value)] if value else [])
 
 
 def store(world: World, name: str, request_id: int = 0, **operation: object) -> session_pb2.Result | None:

@@ -6,10 +6,10 @@ import pytest
 from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode, RendezvousTimeoutError
-from ferrorpc.v1 import identity_pb2, rendezvous_pb2
+from ferrorpc.v1 import rendezvous_pb2
 from ferrorpc.wire.error_detail import restore
 from tests.transcripts.world import World
-from tests.unit.coordinator_state.helpers import ask_elastic, error, join
+from tests.unit.coordinator_state.helpers import ask_elastic, error, join, labelled
 
 
 def pending_names(world: World, name: str) -> list[list[str]]:
@@ -394,18 +394,12 @@ def test_those_who_wait_are_told_of_a_process_that_was_refused_for_its_name() ->
     assert "Refused" not in error(world, "host-1").message, "nobody waited for that one"
 
 
-def of_run(world: World, run: str, *names: str) -> None:
-    """New processes of a launcher's run."""
-    for name in names:
-        world.hello(name, labels=[identity_pb2.Label(name="run", value=run)] if run else [])
-
-
 @pytest.mark.parametrize("cut", [False, True])
 def test_two_runs_that_use_one_job_by_mistake_do_not_mix(cut: bool) -> None:
     """Each has a rank that is late: without it the others would be a world."""
     world = World()
-    of_run(world, "1", "host-0", "host-1")
-    of_run(world, "2", "other-1")
+    labelled(world, "run", "1", "host-0", "host-1")
+    labelled(world, "run", "2", "other-1")
     join(world, "host-0", size=2)
     if cut:
         world.cut("host-0")
@@ -422,9 +416,9 @@ def test_two_runs_that_use_one_job_by_mistake_do_not_mix(cut: bool) -> None:
 
 def test_a_run_that_goes_on_is_not_refused_for_one_that_waits() -> None:
     world = World()
-    of_run(world, "1", "host-0", "host-1")
+    labelled(world, "run", "1", "host-0", "host-1")
     join(world, "host-0", "host-1")
-    of_run(world, "2", "other-0", "other-1")
+    labelled(world, "run", "2", "other-0", "other-1")
     join(world, "other-0", size=2)
     join(world, "other-1", size=2)
     world.cut("host-1")
@@ -434,22 +428,22 @@ def test_a_run_that_goes_on_is_not_refused_for_one_that_waits() -> None:
         refused = error(world, name)
         assert refused.code == ErrorCode.CONFIG
         assert f"{name} and host-0 are of two runs" in refused.message
-    of_run(world, "1", "host-1")
+    labelled(world, "run", "1", "host-1")
     join(world, "host-1", size=2)
     assert [world.clients[name].generation for name in ("host-0", "host-1")] == [2, 2]
 
 
 def test_runs_use_one_job_after_each_other_and_take_members_that_are_of_none() -> None:
     world = World()
-    of_run(world, "1", "a")
-    of_run(world, "", "b")
+    labelled(world, "run", "1", "a")
+    labelled(world, "run", "", "b")
     join(world, "a", "b")
-    of_run(world, "2", "c")
+    labelled(world, "run", "2", "c")
     join(world, "c", size=2)
     for name in "ab":
         world.cut(name)
     world.tick(5 * SECOND)
-    of_run(world, "", "d")
+    labelled(world, "run", "", "d")
     join(world, "d", size=2)
     assert [world.clients[name].generation for name in "cd"] == [2, 2]
 
