@@ -29,6 +29,8 @@ if group.rank:
     with contextlib.suppress(ferrorpc.StoreTimeoutError):  # its answer may be what is not read any more
         group.store.set("news", b"")
     assert ended.wait(20), "gRPC's thread goes on"
+else:
+    group.store.get("news", timeout=20)  # it does not leave before the damage is done: that it leaves is what arrives there
 group.close()
 print(f"rank {{group.rank}} is closed", flush=True)
 """
