@@ -41,7 +41,11 @@ class Buffers:
             raise UsageError(f"buffers={mode!r} is no mode", hint=f"use one of: {', '.join(MODES)}")
         self._module = module
         self.mode = mode
-        self._packer = Packer({} if mode == "local" else named_buffers(module), "buffer", group)
+        try:
+            self._packer = Packer({} if mode == "local" else named_buffers(module), "buffer", group)
+        except UsageError as problem:
+            hint = f'{problem.hint}; or leave each rank its own buffers: buffers="local"'
+            raise problem.again(hint) from None
         self._buckets = self._packer.layout.buckets if group.size > 1 else ()
         """Those that are exchanged."""
         self._is_root = group.rank == 0

@@ -67,7 +67,8 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         module: kept as `.module`; its parameters are updated in place, never replaced, so optimizers may hold them.
         group: every rank constructs its wrapper at the same point of its program.
         bucket_cap_mb: how many MiB of gradients a bucket may hold; the first one holds at most 1 MiB.
-        init_sync: whether to begin with the weights (and buffers) of rank 0.
+        init_sync: whether to begin with the weights (and buffers) of rank 0. Buffers that cannot be sent stay as they are with
+            buffers="local", and are refused otherwise.
         buffers: what `sync_gradients` does with buffers, where the module names them: "broadcast" gives all ranks rank 0's,
             "mean" averages floating ones (others are rank 0's), "local" leaves them.
         hook: how buckets are reduced, see `ferrorpc.hooks`. With `PowerSGD` or `TopK` buckets are on the host.

@@ -17,7 +17,7 @@ from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, view, view_out
 from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import Bucket, Slot, lay_out
 from ferrorpc.ddp.placement import check_not_captured, common_gpu, current_device, gpus_of
-from ferrorpc.errors import TensorMismatchError
+from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.types import TensorSpec
 
@@ -114,6 +114,15 @@ def unpack(bucket: Bucket, packed: Any, arrays: Mapping[str, Any]) -> None:
             place = view_out(arrays[slot.name], slot.spec, on_device)
             place.data.reshape(-1)[...] = packed[slot.start : slot.stop]
             place.commit()
+
+
+def can_be_packed(array: Any) -> bool:
+    """Whether an array can be sent, and be written in place."""
+    try:
+        view_out(array, spec_of(array), on_device=True)
+    except UsageError:
+        return False
+    return True
 
 
 def broadcast_arrays(arrays: Mapping[str, Any], group: ProcessGroup, root: int) -> None:

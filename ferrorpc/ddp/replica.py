@@ -14,7 +14,7 @@ from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, view_out
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.buffers import Buffers, named_buffers
 from ferrorpc.ddp.hooks.base import Hook
-from ferrorpc.ddp.packing import broadcast_arrays
+from ferrorpc.ddp.packing import broadcast_arrays, can_be_packed
 from ferrorpc.ddp.parameter import HasGradient, is_parameter
 from ferrorpc.ddp.placement import bucket_kind, check_not_captured, gpus_of
 from ferrorpc.ddp.reducer import Reducer
@@ -53,6 +53,8 @@ class Replica:
         self._all_parameters = named_parameters(module)
         _check_initialised("parameter", self._all_parameters)
         _check_initialised("buffer", named_buffers(module))
+        for name, parameter in self._all_parameters.items() if check_every else ():
+            _spec(name, parameter.data)
         self.parameters = {name: parameter for name, parameter in self._all_parameters.items() if _is_trainable(parameter)}
         specs = [(name, _spec(name, parameter.data)) for name, parameter in self.parameters.items()]
         kind = bucket_kind({name: parameter.data for name, parameter in self.parameters.items()}, group, hook)
@@ -72,8 +74,12 @@ class Replica:
         return f"{len(self.parameters)} parameters that train, rank {self.group.rank} of {self.group.size}"
 
     def broadcast(self, root: int) -> None:
-        """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
-        self._share(named_parameters(self.module), self._buffers_now(), root)
+        """Gives every rank the weights and buffers of rank `root`, in place. Collective. Buffers that are each rank's own may
+        be such as cannot be sent: those stay."""
+        buffers = self._buffers_now()
+        if self._buffers.mode == "local":
+            buffers = {name: array for name, array in buffers.items() if can_be_packed(array)}
+        self._share(named_parameters(self.module), buffers, root)
 
     def _share(self, parameters: dict[str, HasGradient], buffers: dict[str, Any], root: int) -> None:
         """Gives every rank these weights and buffers of rank `root`, in place. Collective."""
@@ -99,10 +105,10 @@ class Replica:
         now = named_parameters(self.module)
         for name in (*now, *self._all_parameters):
             if now.get(name) is not self._all_parameters.get(name):
-                what = (
-                    "was added" if name not in self._all_parameters else "was taken away" if name not in now else "was replaced"
-                )
-                raise UsageError(f"parameter {name!r} {what} after the module was wrapped", hint="wrap the module again")
+                what, hint = "was replaced", "wrap the module again; for one call alone, as by functional_call, use ddp.module"
+                if name not in self._all_parameters or name not in now:
+                    what, hint = "was added" if name in now else "was taken away", "wrap the module again"
+                raise UsageError(f"parameter {name!r} {what} after the module was wrapped", hint=hint)
             if name not in self.parameters and _is_trainable(now[name]):
                 raise UsageError(
                     f"parameter {name!r} was frozen when the module was wrapped, but requires a gradient now",

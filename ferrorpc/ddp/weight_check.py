@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ferrorpc.arrays.error_prefix import ErrorPrefix
 from ferrorpc.arrays.kinds import spec_of, view_on_host
 from ferrorpc.consistency import require_same
 from ferrorpc.errors import CollectiveMismatchError
@@ -39,7 +40,7 @@ def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: str, wh
             differs; or how names, dtypes and shapes differ. The group stays open.
     """
     names = list(arrays)
-    facts = "\n".join(f"{name}: {spec_of(array)}" for name, array in arrays.items())
+    facts = "\n".join(_fact(name, array) for name, array in arrays.items())
     hashes = [_hash(_bytes_of(array, group)) for array in arrays.values()]
     barrier = f"ferrorpc/weights/{owner}"
     found = _exchange(group, barrier, [_hash(facts.encode()), _hash(*hashes)])
@@ -57,6 +58,11 @@ def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: str, wh
         first, last = starts[place], min(starts[place] + step, last)
         if step == 1:
             raise _error(group, names[first], [each[place] for each in found], when, remedy)
+
+
+def _fact(name: str, array: Any) -> str:
+    with ErrorPrefix(f"parameter {name!r}"):
+        return f"{name}: {spec_of(array)}"
 
 
 def _error(group: ProcessGroup, name: str, hashes: Sequence[bytes], when: str, remedy: str) -> CollectiveMismatchError:

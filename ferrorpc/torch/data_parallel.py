@@ -46,7 +46,8 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         module: kept as `.module`.
         group: every rank constructs its wrapper at the same point of its program.
         bucket_cap_mb: how many MiB of gradients a bucket may hold; the first one holds at most 1 MiB.
-        init_sync: whether to begin with the weights and buffers of rank 0.
+        init_sync: whether to begin with the weights and buffers of rank 0. Buffers that cannot be sent, such as sparse ones,
+            stay as they are with buffers="local", and are refused otherwise.
         buffers: how each averaged step synchronises buffers: "broadcast" gives all ranks rank 0's, "mean" averages
             floating-point ones (others are rank 0's), "local" leaves them alone.
         hook: how buckets are reduced, see `ferrorpc.hooks`.
@@ -85,7 +86,7 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         weakref.finalize(self, self._hooks.remove)
         hide_from_compiler()
         hide_methods(DistributedDataParallel, "_before", "_after")
-        self.register_load_state_dict_pre_hook(_add_own_prefix)
+        super().register_load_state_dict_pre_hook(_add_own_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, on this rank's share of the batch.
@@ -157,11 +158,8 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
                 f"{name!r} is a part of the module, but was set on its wrapper",
                 hint="set it on ddp.module; and give torch.func.functional_call ddp.module in place of ddp",
             )
-        if name != "module" and _has_parameters(value):
-            raise UsageError(
-                f"{name!r} has parameters, but was set on the wrapper, which trains and saves those of its module alone",
-                hint="put it into the module before that is wrapped",
-            )
+        if name != "module":
+            _check_no_parameters(name, value)
         super().__setattr__(name, value)
 
     def __getstate__(self) -> Any:
@@ -191,6 +189,27 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         if foreign and all(name.startswith(_PREFIX) for name in state_dict):
             state_dict = _without_prefix(state_dict)
         return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Refuses a parameter: only those of the module are trained and saved."""
+        _check_no_parameters(name, param)
+        super().register_parameter(name, param)
+
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        """Of the module, whose states these are. So are the other hooks of states."""
+        return self.module.register_state_dict_pre_hook(hook)
+
+    def register_state_dict_post_hook(self, hook: Any) -> Any:
+        """Of the module."""
+        return self.module.register_state_dict_post_hook(hook)
+
+    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
+        """Of the module."""
+        return self.module.register_load_state_dict_pre_hook(hook)
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """Of the module."""
+        return self.module.register_load_state_dict_post_hook(hook)
 
     def get_parameter(self, target: str) -> torch.nn.Parameter:
         """The module's own, by a name that `named_parameters` gives."""
@@ -269,10 +288,13 @@ def _without_prefix(state: Mapping[str, Any]) -> Any:
     return found
 
 
-def _has_parameters(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
-        return next(value.parameters(), None) is not None
-    return isinstance(value, torch.nn.Parameter)
+def _check_no_parameters(name: str, value: Any) -> None:
+    """Refuses what would be set on the wrapper but is a parameter, or a module with some."""
+    if isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.nn.Module) and any(True for _ in value.parameters())):
+        raise UsageError(
+            f"{name!r} has parameters, but was set on the wrapper, which trains and saves those of its module alone",
+            hint="put it into the module before that is wrapped",
+        )
 
 
 def _add_own_prefix(ddp: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

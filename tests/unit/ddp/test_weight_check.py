@@ -134,3 +134,24 @@ def test_uneven_steps_are_checked_where_all_ranks_follow(follows):
         ddp.check_weights()
 
     run_world(3, body)
+
+
+def test_a_parameter_that_cannot_be_checked_is_named_before_a_step_is_taken():
+    """One that does not train needs no mean, so its dtype may be one that cannot be sent."""
+
+    class Frozen:
+        requires_grad, grad = False, None
+
+        def __init__(self) -> None:
+            self.data = np.zeros(2, [("first", "i4"), ("second", "f4")])
+
+    def body(group):
+        module = Plain(a=np.zeros(2))
+        module.named["b"] = Frozen()
+        with pytest.raises(UsageError, match="parameter 'b': dtype"):
+            DistributedDataParallel(module, group, init_sync=False, check_every=100)
+        ddp = DistributedDataParallel(module, group, init_sync=False)
+        with pytest.raises(UsageError, match="parameter 'b': dtype"):
+            ddp.check_weights()
+
+    run_world(1, body)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 
+from ferrorpc import UsageError
 from ferrorpc.testing import run_world
 
 torch = pytest.importorskip("torch")
@@ -46,6 +47,31 @@ def test_what_a_backward_pass_writes_to_a_buffer_is_exchanged_with_it(mode, size
 
     expected = {"broadcast": [[1, 2]] * 2, "mean": [[1.5, 3]] * 2, "local": [[1, 2], [2, 4]]}[mode]
     assert run_world(size, body) == (expected if size == 2 else [[1, 2]])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(lambda: torch.eye(2).to_sparse(), id="sparse"),
+        pytest.param(lambda: torch.zeros(2).to(torch.float8_e4m3fn), id="float8"),
+        pytest.param(lambda: torch.zeros(1).expand(2), id="expanded"),
+    ],
+)
+def test_buffers_that_cannot_be_sent_stay_on_their_rank_where_each_keeps_its_own(odd):
+    def body(group):
+        module = nn.BatchNorm1d(2)
+        module.running_mean.fill_(group.rank)
+        module.register_buffer("odd", odd())
+        for mode in ("broadcast", "mean"):
+            with pytest.raises(UsageError, match=r"buffer 'odd': .*(\n|.)*buffers=\"local\""):
+                DistributedDataParallel(module, group, buffers=mode)
+        ddp = DistributedDataParallel(module, group, buffers="local")
+        assert module.running_mean.tolist() == [0, 0]  # rank 0's
+        ddp(torch.ones(2, 2)).sum().backward()
+        ddp.broadcast_parameters()
+        return True
+
+    assert run_world(2, body) == [True, True]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

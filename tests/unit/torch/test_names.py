@@ -144,3 +144,22 @@ def test_a_module_set_on_the_wrapper_in_place_of_one_of_the_modules_is_refused()
         return True
 
     assert run_world(1, body) == [True]
+
+
+def test_hooks_of_states_are_those_of_the_module():
+    def body(group):
+        ddp, seen = DistributedDataParallel(torch.nn.Linear(3, 1), group), []
+        ddp.register_state_dict_pre_hook(lambda *given: seen.append("before saving"))
+        ddp.register_state_dict_post_hook(lambda *given: seen.append("after saving"))
+        ddp.register_load_state_dict_pre_hook(lambda *given: seen.append("before loading"))
+        ddp.register_load_state_dict_post_hook(lambda *given: seen.append("after loading"))
+        state = ddp.state_dict()
+        assert seen == ["before saving", "after saving"]
+        seen.clear()
+        torch.nn.ModuleDict({"net": ddp}).load_state_dict({f"net.{name}": value for name, value in state.items()})
+        assert seen == ["before loading", "after loading"]
+        with pytest.raises(UsageError, match="'scale' has parameters, but was set on the wrapper"):
+            ddp.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+        return True
+
+    assert run_world(1, body) == [True]
