@@ -7,6 +7,7 @@ while `explain` uses a closed form.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -51,7 +52,7 @@ def command_of(operation: Operation) -> click.Command:
     @click.option("--algorithm", help=f"One of {names}. Without it, what would be chosen.")
     @click.option("--ranks", type=click.IntRange(1, RANKS_MAX), default=8, show_default=True, help="Ranks of the group.")
     @click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="Hosts that the ranks are spread over.")
-    @click.option("--size", default="16MiB", show_default=True, help="Bytes of float32 that each rank contributes.")
+    @_sized(operation)
     @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank whose steps are listed.")
     @click.option("--cost-table", help="A file that `ferrorpc bench --fit` wrote; default the setting's, or the packaged one.")
     @click.option("--svg", type=FILE, help="Draw what each rank does when into this file.")
@@ -62,13 +63,13 @@ def command_of(operation: Operation) -> click.Command:
         algorithm: str | None,
         ranks: int,
         hosts: int,
-        size: str,
         rank: int,
         cost_table: str | None,
         svg: Path | None,
         png: Path | None,
         trace: Path | None,
         as_json: bool,
+        size: str = "0",
     ) -> None:
         if rank >= ranks:
             raise click.BadParameter(f"there are ranks 0 to {ranks - 1}", param_hint="--rank")
@@ -89,6 +90,13 @@ def command_of(operation: Operation) -> click.Command:
     return planned
 
 
+def _sized(operation: Operation) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The option --size; none for a barrier, which moves nothing."""
+    if operation is Operation.BARRIER:
+        return lambda body: body
+    return click.option("--size", default="16MiB", show_default=True, help="Bytes of float32 that each rank contributes.")
+
+
 def _bytes(size: str) -> int:
     try:
         return size_bytes(size)
@@ -102,9 +110,11 @@ class _PlannedCall:
     def __init__(self, call: Call, ranks: int, size: str, tuning: Tuning) -> None:
         self.given, self.call, self.ranks, self.tuning = call, tuning.applied(call), ranks, tuning
         self.chosen = select(self.call, ranks, tuning)
-        self.title = f"{call.operation.value} by {self.chosen.name}, {size} on {in_ranks(ranks)}"
-        hosts = len(set(tuning.hosts))
-        self.heading = f"{call.operation.value}, {size} on {in_ranks(ranks)} of {hosts} host{'s' * (hosts > 1)}"
+        hosts, where = len(set(tuning.hosts)), in_ranks(ranks)
+        if call.operation is not Operation.BARRIER:
+            where = f"{size} on {where}"
+        self.title = f"{call.operation.value} by {self.chosen.name}, {where}"
+        self.heading = f"{call.operation.value}, {where} of {hosts} host{'s' * (hosts > 1)}"
         shares = hosts == 1 < ranks and Config()["transport"] != "grpc"
         self.in_memory = explain_in_memory(self.call, ranks) if shares else None
         """How it runs in shared memory, which ranks of one host use by default; None if it runs as messages."""

@@ -143,7 +143,7 @@ def _why(call: Call, applied: Call) -> str:
         return " (asked for)"
     if applied.algorithm is not None:
         return " (asked for by the setting algorithm)"
-    if call.operation not in _REDUCTIONS and call.operation is not Operation.BROADCAST:
+    if call.operation not in (*_REDUCTIONS, Operation.BROADCAST, Operation.BARRIER):
         return " (arrays may differ from rank to rank, so their sizes decide nothing)"
     return ""
 
