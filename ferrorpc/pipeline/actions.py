@@ -66,7 +66,7 @@ def action(text: str) -> Action:
     Raises:
         UsageError: the text is not an action.
     """
-    match = _TEXT.fullmatch(text.strip())
+    match = _TEXT.fullmatch(str(text).strip())
     if match is None:
         raise UsageError(
             f"{text!r} is no action", hint="write stage, kind and microbatch, such as 2F0, 1B3, 0I2, 0W2 or 3SEND_F1"

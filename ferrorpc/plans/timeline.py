@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+from ferrorpc.errors import UsageError
 from ferrorpc.plans import chrome_trace, png, svg
 from ferrorpc.plans.drawing import Panel, Row
 from ferrorpc.plans.span import Span
@@ -103,7 +104,11 @@ class Timeline:
         return Panel(self.title, self.summary(), rows, self.makespan, self.key, self.unit)
 
     def _panels(self, beside: Timeline | None) -> list[Panel]:
-        return [self.panel()] if beside is None else [self.panel(), replace(beside.panel(), unit=self.unit)]
+        if beside is None:
+            return [self.panel()]
+        if not isinstance(beside, Timeline):
+            raise UsageError(f"beside={beside!r} is no timeline", hint="pass one, such as schedule.simulate() returns")
+        return [self.panel(), replace(beside.panel(), unit=self.unit)]
 
     def _repr_svg_(self) -> str | None:
         """The picture for notebooks; None, so that they show the text, where it would be too large."""

@@ -45,6 +45,8 @@ class World:
         clock: Clock | None = None,
     ) -> None:
         self.clock: Clock = VirtualClock(seed) if clock is None else clock
+        if not callable(getattr(self.clock, "parker", None)):
+            raise ConfigError(f"clock={clock!r} is no clock", hint="leave it out for virtual time, or pass guard.SYSTEM_CLOCK")
         self.job = LocalWorld(size, clock=self.clock, min_size=min_size, timeout=timeout)
         self._plan = FaultPlan() if faults is None else faults
         if not isinstance(self._plan, FaultPlan):

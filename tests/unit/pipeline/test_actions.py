@@ -30,8 +30,8 @@ def test_the_text_of_each_kind(text: str, each: Action):
     assert str(each) == text
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 2F1", "2UNSHARD", "-1F0", "2f0", "0F" + "1" * 5000])
-def test_other_texts_are_refused(text: str):
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 2F1", "2UNSHARD", "-1F0", "2f0", "0F" + "1" * 5000, None, b"2F0"])
+def test_other_texts_are_refused(text):
     with pytest.raises(UsageError, match="is no action"):
         action(text)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.plans.drawing import CHARACTER, Panel, Row, lay_out
 from ferrorpc.plans.span import Span
 from ferrorpc.plans.timeline import SPANS_SHOWN_MOST, Timeline
@@ -132,3 +132,8 @@ def test_without_matplotlib_a_png_is_refused_with_what_to_install(timeline: Time
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(BackendUnavailableError, match="matplotlib"):
         timeline.to_png(tmp_path / "t.png")
+
+
+def test_only_a_timeline_is_drawn_beside_another(timeline: Timeline, tmp_path: Path):
+    with pytest.raises(UsageError, match="is no timeline"):
+        timeline.to_svg(tmp_path / "t.svg", beside=[timeline])  # type: ignore[arg-type]

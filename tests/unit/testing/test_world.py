@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ferrorpc
-from ferrorpc import CollectiveTimeoutError, FerroError, InvalidRankError, UsageError
+from ferrorpc import CollectiveTimeoutError, ConfigError, FerroError, InvalidRankError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import FaultPlan, Kill, VirtualClock, World, rank_threads, run_groups, run_world
 from tests.waiting import eventually
@@ -335,3 +335,8 @@ def test_a_loop_that_asks_lets_the_others_go_on(asked: str, clock) -> None:
         return bool(work.wait()[0] == 2)
 
     assert run_world(2, body, clock=clock) == [True, True]
+
+
+def test_what_is_no_clock_is_refused() -> None:
+    with pytest.raises(ConfigError, match="clock='virtual' is no clock"):
+        run_world(2, lambda group: group.rank, clock="virtual")  # type: ignore[call-overload]
