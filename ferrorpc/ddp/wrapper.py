@@ -23,6 +23,7 @@ _COUNTERPARTS: Final = {
     "forward_sync_buffers": _BUFFERS,
     "bucket_cap_mb_list": "pass one cap for all buckets, as bucket_cap_mb=25",
     "batched_grad_copy": "leave it out: gradients are views of the buckets, or copied together",
+    "lazy_bucket_allocation": "leave it out: buckets are made once, and gradients are views of them, which take no more memory",
     "find_unused_parameters": _NOT_NEEDED,
     "skip_all_reduce_unused_params": _NOT_NEEDED,
     "static_graph": _NOT_NEEDED,
