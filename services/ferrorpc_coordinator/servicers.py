@@ -150,11 +150,7 @@ class CoordinatorServicer:
             if is_refusable:
                 self._require_room(job, unread.of(job) + size_bytes, "ANSWERS_BYTES_MAX", ANSWERS_BYTES_MAX)
             unread.add(job, size_bytes)
-
-            def ended(_: object) -> None:
-                unread.add(job, -size_bytes)
-
-            context.add_done_callback(ended)  # type: ignore[arg-type]  # the stubs know no functions
+            context.add_done_callback(lambda _: unread.add(job, -size_bytes))  # type: ignore[arg-type]  # stubs lack functions
 
     def _require_room(self, job: str, size_bytes: int, limit: str, bytes_max: int) -> None:
         require(f"the bytes that calls of job {quoted(job)} leave unread", size_bytes, limit, bytes_max)
