@@ -96,16 +96,15 @@ def _members(members: Sequence[Member], previous: PreviousStatus | None, rows_ma
 
 
 def _rows(members: list[Member], previous: PreviousStatus | None, rows_max: int | None) -> str:
-    ordered = sorted(members, key=lambda m: (m.rank < 0, m.rank, m.name))
-    hidden = 0
-    if rows_max is not None and len(ordered) > rows_max:
-        ordered.sort(key=lambda m: (_STATE_ORDER.index(state_name(m.state)), -m.behind_ms))
-        hidden = len(ordered) - rows_max
-    rates = _rates(ordered[:rows_max], previous)
-    rows = [_row(member, rates.get(member.name)) for member in ordered[:rows_max]]
+    shown = sorted(members, key=lambda m: (m.rank < 0, m.rank, m.name))
+    if rows_max is not None and len(shown) > rows_max:
+        shown = sorted(shown, key=lambda m: (_STATE_ORDER.index(state_name(m.state)), -m.behind_ms))[:rows_max]
+    rates = _rates(shown, previous)
+    rows = [_row(member, rates.get(member.name)) for member in shown]
     header = ("rank", "name", "state", "host", "step", "ops/s", "in ops", "behind for", "last beat", "last operation", "why")
     kept = [column for column, name in enumerate(header) if name in _ALWAYS_SHOWN or any(row[column] for row in rows)]
     text = table([header[column] for column in kept], [[row[column] for column in kept] for row in rows], right=_RIGHT_ALIGNED)
+    hidden = len(members) - len(shown)
     return f"{text}\n... and {hidden} more; of all: {_counted(members)}" if hidden else text
 
 
@@ -242,18 +241,18 @@ def _links(response: StatusResponse, previous: PreviousStatus | None) -> list[st
     told of before.
     """
     sent = _sent(response)
-    if not sent:
-        return []
-    size = max(max(pair) for pair in sent) + 1
-    present = {member.rank for member in response.members if state_name(member.state) not in GONE}
-    before = {} if previous is None else _sent(previous.response)
-    if previous is None or not any(pair[0] in present and pair in before for pair in sent):
+    if previous is None:
         return _busiest(sent, "")
+    present = {member.rank for member in response.members if state_name(member.state) not in GONE}
+    before = _sent(previous.response)
     rates = {
         pair: (kind, max(0, count - before[pair][1]) / previous.seconds)
         for pair, (kind, count) in sent.items()
         if pair[0] in present and pair in before  # one may be told of long after it began: as one of the busiest of many
     }
+    if not rates:
+        return _busiest(sent, "")
+    size = max(max(pair) for pair in sent) + 1
     if size > MATRIX_RANKS_MAX:
         return _busiest(rates, "/s")
     header = ["to", *map(str, range(size))]
