@@ -127,12 +127,10 @@ def serve(address: str, job: str) -> None:
 
     config = Config({"coordinator": address, "job": job})
     click.echo("ready")
-    sys.stdout.flush()
     for line in sys.stdin:
         told = json.loads(line)
         ended = ProcessExit(name=told["name"], instance_id=told["launch"], returncode=told["returncode"], reason=told["reason"])
         click.echo(_delivered(ReportRequest(exit=ended), config))
-        sys.stdout.flush()
 
 
 def _delivered(report: ReportRequest, config: Config) -> str:
