@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import click
@@ -83,7 +84,7 @@ def run(
         ConfigError: this is not Linux.
     """
     require_linux("a comparison of processes that take turns", "measure within a script of your own")
-    comparison = Comparison(seconds=seconds, rounds=rounds, note=(lambda text: None) if quiet else _note)
+    comparison = Comparison(seconds=seconds, rounds=rounds, note=(lambda _: None) if quiet else partial(click.echo, err=True))
     facts = machine.describe()
     rows = comparison.run([Case(ALL_REDUCE, processes, size) for size in sizes_bytes], contenders(transports, peers=peers))
     return {"machine": facts, "loads": comparison.loads, "rows": rows}
@@ -93,7 +94,3 @@ def describe(results: dict[str, Any]) -> str:
     """The results as a table, with a line about the machine."""
     facts = machine.line(results["machine"], results["loads"])
     return f"{report.describe(results['rows'], [peer.name for peer in PEERS])}\n{facts}"
-
-
-def _note(text: str) -> None:
-    click.echo(text, err=True)
