@@ -60,9 +60,6 @@ class SendQueue:
         self._room = asyncio.Event()
         self._room.set()
 
-    def __len__(self) -> int:
-        return len(self._frames)
-
     def push(self, shared: bytes, overlay: bytes = b"") -> bool:
         """Queues one frame, or drops that of a stream that is over. False if the client reads too slowly: the stream ends."""
         if self._finished:

@@ -56,7 +56,7 @@ def test_what_waits_behind_an_unread_frame_of_an_ended_stream_is_dropped_soon(mo
         assert sum(left) == 3200
         await asyncio.sleep(0.1)
         assert sum(left) == 200
-        assert not len(queue)
+        assert not queue._frames
         task.cancel()
         await asyncio.wait([task])
         assert sum(left) == 0
