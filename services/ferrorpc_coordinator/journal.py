@@ -292,10 +292,8 @@ def _is_gone(path: Path) -> bool:
     """Whether nothing has this name any more. Where that cannot be seen, it may well still be there."""
     try:
         path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
 
 
