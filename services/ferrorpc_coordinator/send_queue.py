@@ -101,24 +101,21 @@ class SendQueue:
 
     async def drain(self, write: Callable[[bytes, bytes], Awaitable[None]]) -> None:
         """Writes frames until `finish`. There is only one consumer."""
-        try:
-            await self._drain(write)
-        finally:
-            self._frames.clear()
-            self._count(queued=-self._queued_bytes)
-
-    async def _drain(self, write: Callable[[bytes, bytes], Awaitable[None]]) -> None:
         frames = self._frames
-        while True:
-            while frames:
-                size_bytes = sum(map(len, frames[0]))
-                await write(*frames.popleft())  # kept by nobody here, as `write` concatenates its parts
-                self._greeted = True
-                self._count(queued=-size_bytes)
-            if self._finished:
-                return
-            self._news.clear()
-            await self._news.wait()
+        try:
+            while True:
+                while frames:
+                    size_bytes = sum(map(len, frames[0]))
+                    await write(*frames.popleft())  # kept by nobody here, as `write` concatenates its parts
+                    self._greeted = True
+                    self._count(queued=-size_bytes)
+                if self._finished:
+                    return
+                self._news.clear()
+                await self._news.wait()
+        finally:
+            frames.clear()
+            self._count(queued=-self._queued_bytes)
 
     def _drop(self) -> None:
         """Drops what is not being written. gRPC does not give back what it was given to write."""
