@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 
@@ -31,9 +31,6 @@ from ferrorpc.logs import escape_unprintable
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire import options as wire_options
 from ferrorpc.wire.address import cannot_listen, listen, split_address
-
-if TYPE_CHECKING:
-    from ferrorpc.wire.tls import TlsFiles
 
 DIAL_SECONDS: Final = 2.0
 SLOW_LOOKUP_SECONDS: Final = 1.0
@@ -349,14 +346,9 @@ def tls(config: Config, environment: Mapping[str, str]) -> Findings:
         fix = "" if mine else f"`ferrorpc certs issue` with --job {shlex.quote(config['job'])}, or set FERRORPC_JOB"
         other = "" if mine else f", not of {compared(config['job'])}"
         yield Finding("ok" if mine else "bad", "TLS", f"the certificate is that of {described(found)}{other}", fix)
-    _private(files)
-
-
-def _private(files: TlsFiles) -> None:
-    """Raises ConfigError if other users may read the key."""
     assert files.key is not None
     if os.stat(files.key).st_mode & 0o007:
-        raise ConfigError(f"everybody on this host may read the key {files.key}", hint=f"chmod o= {files.key}")
+        yield Finding("bad", "TLS", f"everybody on this host may read the key {files.key}", f"chmod o= {files.key}")
 
 
 CHECKS: Final[dict[str, Check]] = {
