@@ -32,7 +32,7 @@ BURST_MAX: Final = 32
 def main(results_file: str, seconds: str, *cases: str) -> None:
     """Times all cases in turns. Rank 0 writes, per case, the median of the slowest rank's time per operation."""
     with init_process_group(backend="grpc", transport="grpc") as group:
-        runs = [_operation(group, *_parsed(case)) for case in cases]
+        runs = [_operation(group, case) for case in cases]
         for _ in range(WARM_UPS):
             seconds_each = _slowest(group, [_timed(group, run, 1) for run in runs])
         bursts = [min(max(round(BURST_SECONDS / each), 1), BURST_MAX) for each in seconds_each]
@@ -57,14 +57,10 @@ def _slowest(group: ProcessGroup, times: list[float]) -> list[float]:
     return [float(each) for each in group.all_reduce(np.array(times), op="max")]
 
 
-def _parsed(case: str) -> tuple[str, str, int]:
-    operation, algorithm, nbytes = case.split(":")
-    return operation, algorithm, int(nbytes) // 4
-
-
-def _operation(group: ProcessGroup, operation: str, algorithm: str, count: int) -> Callable[[], Any]:
+def _operation(group: ProcessGroup, case: str) -> Callable[[], Any]:
     """The operation to time, with its arrays already allocated."""
-    x = np.zeros(count, np.float32)
+    operation, algorithm, nbytes = case.split(":")
+    x = np.zeros(int(nbytes) // 4, np.float32)
     if operation == SEND:
         return _round_trip(group, x)
     if operation == "all_reduce":
