@@ -14,11 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TextIO
+from typing import Any, Final, Self
 
 from ferrorpc.cli.bench.case import Case, Contender, System
 from ferrorpc.cli.bench.orderly_end import ended_in_order
@@ -54,15 +54,12 @@ class Host:
 LOCAL: Final = Host()
 
 
-@dataclass(slots=True)
 class _RankConnection:
     """The connection to one rank process."""
 
-    sock: socket.socket
-    stream: TextIO = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stream = self.sock.makefile("rw", encoding="utf-8")
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.stream = sock.makefile("rw", encoding="utf-8")
 
     def line(self) -> str:
         """The next line; "" if the process ended before it was complete."""
