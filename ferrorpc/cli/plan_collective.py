@@ -128,7 +128,7 @@ class _PlannedCall:
     def shown(self, rank: int) -> str:
         """As text."""
         actions = self._actions(rank)
-        rows = [(str(place), _in_words(action)) for place, action in enumerate(actions[:STEPS_SHOWN])]
+        rows = [(str(place), _WORDS[type(each).__name__].format(each)) for place, each in enumerate(actions[:STEPS_SHOWN])]
         more = [f"... and {len(actions) - STEPS_SHOWN} more"] if len(actions) > STEPS_SHOWN else []
         steps = table(("step", f"rank {rank} does, in elements of its arrays"), rows, right=frozenset({"step"}))
         shared = [self.in_memory, "as messages it would be:"] if self.in_memory else []
@@ -177,10 +177,6 @@ class _PlannedCall:
                 for entry, found in self.predictions
             ],
         }
-
-
-def _in_words(action: Action) -> str:
-    return _WORDS[type(action).__name__].format(action)
 
 
 COMMANDS: Final = tuple(command_of(operation) for operation in Operation)
