@@ -142,11 +142,9 @@ def _delivered(report: ReportRequest, config: Config) -> str:
         try:
             client.report(report, config, wait_for_ready=True)
             return "ok"
-        except CoordinatorUnavailableError as error:
-            if clock.now() >= until:
-                return f"failed: {error.message}"
         except FerroError as error:
-            return f"failed: {error.message}"
+            if not isinstance(error, CoordinatorUnavailableError) or clock.now() >= until:
+                return f"failed: {error.message}"
         clock.parker().park(clock.now() + RETRY_PAUSE_SECONDS)
 
 
