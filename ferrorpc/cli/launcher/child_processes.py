@@ -173,10 +173,8 @@ class ChildProcesses:
 
     def _tell_cleanup(self, line: str) -> None:
         assert self._cleanup.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the cleanup process was killed; PR_SET_PDEATHSIG and __exit__ still apply
             self._cleanup.stdin.write(line.encode())
-        except BrokenPipeError:
-            return  # the cleanup process was killed; PR_SET_PDEATHSIG and __exit__ still apply
 
     def __enter__(self) -> ChildProcesses:
         return self
